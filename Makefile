@@ -1,0 +1,46 @@
+# The interpreter that creates the virtual environment; anything from Python 3.11 on.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+PROTO_DIR := proto/paceline/v1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format proto
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## set up and run the demo
+	$(BIN)/paceline demo
+
+test: $(VENV)/.installed-dev ## set up and run all tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_proto.py
+
+format: $(VENV)/.installed-dev ## format, and fix what the linter can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The -I mapping puts the output straight into an importable package; tests/test_proto.py runs the same command.
+proto: $(VENV)/.installed-dev ## regenerate cluster/pb from the .proto files
+	$(BIN)/python -m grpc_tools.protoc -I cluster/pb=$(PROTO_DIR) --python_out=. --pyi_out=. \
+		$(patsubst $(PROTO_DIR)/%,cluster/pb/%,$(wildcard $(PROTO_DIR)/*.proto))
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: installing again is needed only when pyproject.toml changes.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,208 @@
+"""Links over gRPC: the draft's server and the target's client of the one bidirectional stream.
+
+gRPC's threads only move bytes between the stream and the pipes of a link; the owner's thread encodes and decodes them.
+Each end pings the other when the stream is silent, so that a peer that vanished is noticed within 3 seconds.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.link import Link, LinkError, Pipe, PipeLink
+from cluster.pb import draft_pb2 as pb
+from cluster.wire import MAX_MESSAGE_BYTES, decode_down, decode_up, encode_down, encode_up
+from engine.types import Down, Up
+
+SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
+METHOD = "Speculate"
+MAX_STREAMS = 64  # targets on one draft replica
+_SPARE_WORKERS = 16  # beside the streams: health, reflection, and telling a stream that it is refused
+_ACCEPTED = (("paceline-stream", "accepted"),)  # initial metadata of a stream that a link stands behind
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Limits of gRPC links; both ends of a link need the same keepalive."""
+
+    max_streams: int = MAX_STREAMS
+    keepalive_time_s: float = 1.0  # silence before a ping
+    keepalive_timeout_s: float = 1.5  # from a ping until the link is dead
+
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        """The same for client and server: a peer that pings more often than the other allows is cut off."""
+        time_ms = round(1000 * self.keepalive_time_s)
+        return [
+            ("grpc.keepalive_time_ms", time_ms),
+            ("grpc.keepalive_timeout_ms", round(1000 * self.keepalive_timeout_s)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),  # no limit
+            ("grpc.http2.min_ping_interval_without_data_ms", time_ms // 2),
+            ("grpc.http2.max_ping_strikes", 0),  # no limit
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),  # two servers on one port would share its streams by chance
+            ("grpc.use_local_subchannel_pool", 1),  # a connection per link
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.enable_retries", 0),  # a stream that broke is a dead link
+            ("grpc.initial_reconnect_backoff_ms", 100),  # while connecting to a server that is just starting
+            ("grpc.max_reconnect_backoff_ms", 500),
+        ]
+
+
+class DraftServer:
+    """Serves the streams of targets, beside gRPC's health and reflection services, from construction until `stop`."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        on_connect: Callable[[Link[Up, Down]], None],
+        options: LinkOptions | None = None,
+    ) -> None:
+        """port: 0 chooses one. on_connect: gets each new stream's link on one of gRPC's threads; must be quick.
+
+        Raises LinkError when the port cannot be had.
+        """
+        self._options = options or LinkOptions()
+        self._on_connect = on_connect
+        self._lock = threading.Lock()
+        self._streams = 0
+        self._readers: set[threading.Thread] = set()
+        workers = self._options.max_streams + _SPARE_WORKERS
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="paceline-stream")
+        arguments = self._options.channel_arguments()
+        self._server = grpc.server(self._pool, options=arguments, maximum_concurrent_rpcs=workers)
+        self._health = self._add_services()
+        self.address = self._bind(f"[{host}]" if ":" in host else host, port)
+        self._server.start()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no more streams, gives those there are `grace_s` seconds to end, then ends them; waits for that."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s or None).wait()
+        self._pool.shutdown()
+        with self._lock:
+            readers = list(self._readers)
+        for reader in readers:
+            reader.join()
+
+    def _add_services(self) -> health.HealthServicer:
+        # No serializers: bytes in, bytes out.
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._speculate)
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})])
+        servicer = health.HealthServicer()
+        for name in ("", SERVICE):
+            servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        return servicer
+
+    def _bind(self, host: str, port: int) -> str:
+        try:
+            return f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
+        except RuntimeError as error:
+            self._server.stop(0)
+            self._pool.shutdown()
+            raise LinkError(f"cannot listen on {host}:{port}: {error}") from error
+
+    def _speculate(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One stream: runs on one of the pool's threads until it ends, feeding what the link sends."""
+        self._admit(context)
+        incoming, outgoing = Pipe(), Pipe()
+        reader = threading.Thread(target=self._read, args=(requests, incoming), name="paceline-draft-reader")
+
+        def ended() -> None:
+            _close(outgoing, incoming)
+            with self._lock:
+                self._streams -= 1
+
+        if not context.add_callback(ended):  # it ended already
+            ended()
+            return
+        with self._lock:
+            self._readers.add(reader)
+        reader.start()
+        self._on_connect(PipeLink(encode_up, decode_down, outgoing, incoming, hang_up=context.cancel))
+        context.send_initial_metadata(_ACCEPTED)
+        yield from iter(outgoing.take, None)
+
+    def _admit(self, context: grpc.ServicerContext) -> None:
+        limit = self._options.max_streams
+        with self._lock:
+            admitted = self._streams < limit
+            self._streams += admitted
+        if not admitted:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the draft has {limit} streams, its limit")
+
+    def _read(self, requests: Iterator[bytes], incoming: Pipe) -> None:
+        try:
+            for data in requests:
+                incoming.put([data])
+        except grpc.RpcError:
+            pass  # the stream broke: `ended` closes the pipes
+        finally:
+            with self._lock:
+                self._readers.discard(threading.current_thread())
+
+
+def connect(address: str, timeout_s: float, options: LinkOptions | None = None) -> Link[Down, Up]:
+    """The target's end of a new stream to the draft server at `address` ("host:port"); waits for a server that starts.
+
+    Raises LinkError when the stream is refused, or not accepted within `timeout_s` seconds.
+    """
+    return _Client(address, options or LinkOptions()).open(timeout_s)
+
+
+class _Client:
+    """What stands behind a target's link: a channel with one call, and the thread that reads from it."""
+
+    def __init__(self, address: str, options: LinkOptions) -> None:
+        self._address = address
+        self._incoming, self._outgoing = Pipe(), Pipe()
+        self._channel = grpc.insecure_channel(address, options=options.channel_arguments())
+        # No serializers: bytes out, bytes in.
+        method: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self._call = method(iter(self._outgoing.take, None), wait_for_ready=True)
+        self._settled = threading.Event()  # accepted, or failed for good
+        self._accepted = False
+        self._reader = threading.Thread(target=self._read, name="paceline-target-reader")
+        self._reader.start()
+
+    def open(self, timeout_s: float) -> Link[Down, Up]:
+        self._settled.wait(timeout_s)
+        if self._accepted:
+            return PipeLink(encode_down, decode_up, self._outgoing, self._incoming, self._hang_up)
+        settled = self._settled.is_set()
+        self._hang_up()
+        reason = f"{self._call.code().name}: {self._call.details()}" if settled else f"no answer within {timeout_s:g} s"
+        raise LinkError(f"cannot connect to the draft at {self._address}: {reason}")
+
+    def _read(self) -> None:
+        try:
+            self._accepted = any(item in _ACCEPTED for item in self._call.initial_metadata())
+            if self._accepted:
+                self._settled.set()
+            for data in self._call:
+                self._incoming.put([data])
+        except grpc.RpcError:
+            pass  # refused, broken or cancelled: the code and details stay with the call
+        finally:
+            _close(self._outgoing, self._incoming)
+            self._settled.set()
+            self._channel.close()  # a dead link holds nothing, closed or not
+
+    def _hang_up(self) -> None:
+        self._call.cancel()
+        if threading.current_thread() is not self._reader:  # it is when a notify closes the link
+            self._reader.join()
+
+
+def _close(outgoing: Pipe, incoming: Pipe) -> None:
+    """Outgoing first: when closing `incoming` wakes the owner, the link reads as dead already."""
+    outgoing.close()
+    incoming.close()

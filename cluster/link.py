@@ -1,0 +1,361 @@
+"""What carries messages between a target and a draft: non-blocking links, and their in-process and faulty twins.
+
+A link loses messages rather than wait: commits are cumulative and growth is a hint, so loss costs speed only. The gRPC
+stream behind the same interface is in `grpc_link`.
+"""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from cluster.wire import DIGEST_BYTES, WireError, decode_down, decode_up, encode_down, encode_up
+from engine.types import Close, Commit, Down, Growth, KVHandle, NeedPrefix, Open, Renew, Up
+
+MAX_QUEUED_MESSAGES = 1024  # wire messages waiting in one direction at one end
+MAX_QUEUED_BYTES = 64 * 1024 * 1024
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+M = TypeVar("M")
+_OutP = TypeVar("_OutP", contravariant=True)  # a protocol needs its variance stated
+
+
+class LinkError(ConnectionError):
+    """A link could not be made; the text says with whom and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """Counts since the link was made, of wire messages: one may carry many commits or growths."""
+
+    sent: int = 0  # handed to the link while it was alive
+    received: int = 0  # decoded and returned
+    dropped: int = 0  # lost to a full queue at this end, in either direction
+    garbled: int = 0  # arrived malformed
+
+
+class Link(Protocol[_OutP, In]):
+    """One end of an ordered, lossy, two-way stream of messages. Nothing but `wait` blocks; one thread owns an end."""
+
+    def send(self, messages: Sequence[_OutP]) -> None:
+        """Queues messages; where the queue is full, the oldest are lost. Nothing happens once the link is dead.
+
+        Raises WireError for a message that no bytes may carry.
+        """
+
+    def receive(self) -> list[In]:
+        """Everything that arrived since the last call, also what arrived before the other end died."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until something can be received or the link is dead: True; False after `timeout_s` seconds."""
+
+    def set_notify(self, notify: Callable[[], None] | None) -> None:
+        """Has `notify` called when `wait` would return True, and when `ready_to_send` turns True after reading False.
+
+        It may be called from any thread, at once if there is a reason already, and too often; it must be quick.
+        """
+
+    @property
+    def ready_to_send(self) -> bool:
+        """False while something sent earlier has not been taken by the transport, and when the link is dead."""
+
+    @property
+    def alive(self) -> bool:
+        """False once either end was closed or the connection is lost; never True again."""
+
+    @property
+    def stats(self) -> LinkStats:
+        """What passed so far."""
+
+    def close(self) -> None:
+        """Ends the link at both ends; what is on its way may be lost. May be repeated."""
+
+
+class Pipe:
+    """One direction of a link: a bounded queue of wire messages between two threads. A full one loses the oldest."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.dropped = 0
+        self.on_readable: Callable[[], None] | None = None  # the reader's notify
+        self.on_idle: Callable[[], None] | None = None  # the writer's notify
+        self._changed = threading.Condition(threading.Lock())
+        self._frames: deque[bytes] = deque()
+        self._bytes = 0
+        self._taken = False  # a transport holds the frame it took last
+        self._idle_missed = False  # the writer asked and was told to wait
+
+    def put(self, frames: Iterable[bytes]) -> None:
+        """Appends frames and wakes the reader; nothing once closed."""
+        with self._changed:
+            if self.closed:
+                return
+            for frame in frames:
+                self._frames.append(frame)
+                self._bytes += len(frame)
+            while len(self._frames) > MAX_QUEUED_MESSAGES or self._bytes > MAX_QUEUED_BYTES:
+                self._bytes -= len(self._frames.popleft())
+                self.dropped += 1
+            self._changed.notify()
+        _call(self.on_readable)
+
+    def take(self) -> bytes | None:
+        """The next frame for a transport, which holds it until it calls again; blocks; None once closed."""
+        self._settle()
+        with self._changed:
+            while not self.readable():
+                self._changed.wait()
+            if self.closed:
+                return None
+            self._taken = True
+            frame = self._frames.popleft()
+            self._bytes -= len(frame)
+            return frame
+
+    def take_all(self) -> list[bytes]:
+        """Every frame there is, also once closed; never blocks."""
+        with self._changed:
+            frames = list(self._frames)
+            self._frames.clear()
+            self._bytes = 0
+        self._settle()
+        return frames
+
+    def _settle(self) -> None:
+        """The reader is done with what it took: tells the writer, if that was what it waited for."""
+        with self._changed:
+            self._taken = False
+            owed = self._idle_missed and not self._frames
+            self._idle_missed = self._idle_missed and not owed
+        if owed:
+            _call(self.on_idle)
+
+    def idle(self) -> bool:
+        """Whether everything put was taken and passed on; if not, `on_idle` is called when it is."""
+        with self._changed:
+            self._idle_missed = bool(self._frames) or self._taken
+            return not self._idle_missed
+
+    def readable(self) -> bool:
+        return bool(self._frames) or self.closed
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until `readable`: True; False after `timeout_s` seconds."""
+        with self._changed:
+            return self._changed.wait_for(self.readable, timeout_s)
+
+    def close(self) -> None:
+        """Ends it for writer and reader; what it holds can still be read."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+        _call(self.on_readable)
+
+
+def _call(notify: Callable[[], object] | None) -> None:
+    if notify is not None:
+        notify()
+
+
+class PipeLink(Generic[Out, In]):
+    """A link over two pipes, whoever moves bytes at their other ends. Bytes are decoded on the owner's thread."""
+
+    def __init__(
+        self,
+        encode: Callable[[Sequence[Out]], list[bytes]],
+        decode: Callable[[bytes], list[In]],
+        outgoing: Pipe,
+        incoming: Pipe,
+        hang_up: Callable[[], object] | None = None,
+    ) -> None:
+        """hang_up: ends the connection; called after the pipes were closed."""
+        self._encode, self._decode = encode, decode
+        self._outgoing, self._incoming = outgoing, incoming
+        self._hang_up = hang_up
+        self._sent = self._received = self._garbled = 0
+
+    def send(self, messages: Sequence[Out]) -> None:
+        if not self.alive:
+            return
+        frames = self._encode(messages)
+        self._sent += len(frames)
+        if frames:
+            self._outgoing.put(frames)
+
+    def receive(self) -> list[In]:
+        messages: list[In] = []
+        for frame in self._incoming.take_all():
+            try:
+                messages += self._decode(frame)
+            except WireError:
+                self._garbled += 1
+            else:
+                self._received += 1
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._incoming.wait(timeout_s)
+
+    def set_notify(self, notify: Callable[[], None] | None) -> None:
+        self._incoming.on_readable = self._outgoing.on_idle = notify
+        if self._incoming.readable():
+            _call(notify)
+
+    @property
+    def ready_to_send(self) -> bool:
+        return self.alive and self._outgoing.idle()
+
+    @property
+    def alive(self) -> bool:
+        return not (self._incoming.closed or self._outgoing.closed)
+
+    @property
+    def stats(self) -> LinkStats:
+        dropped = self._outgoing.dropped + self._incoming.dropped
+        return LinkStats(self._sent, self._received, dropped, self._garbled)
+
+    def close(self) -> None:
+        self._outgoing.close()
+        self._incoming.close()
+        self._incoming.take_all()
+        _call(self._hang_up)
+
+
+def memory_link() -> tuple[Link[Down, Up], Link[Up, Down]]:
+    """The target's and the draft's end of an in-process link. Messages pass through the wire format all the same.
+
+    What one end sent counts as taken when the other end received it.
+    """
+    down, up = Pipe(), Pipe()
+    return PipeLink(encode_down, decode_up, down, up), PipeLink(encode_up, decode_down, up, down)
+
+
+class FaultyLink(Generic[Out, In]):
+    """A link that loses, doubles, delays and invents messages, both ways, for tests.
+
+    What happens to a message depends on the seed and on the messages before it, not on time.
+    """
+
+    def __init__(
+        self,
+        inner: Link[Out, In],
+        seed: int,
+        drop: float = 0.0,
+        duplicate: float = 0.0,
+        delay: float = 0.0,
+        nonsense: float = 0.0,
+        max_delay: int = 8,
+    ) -> None:
+        """drop, duplicate, delay, nonsense: probabilities per message.
+
+        A delayed message is overtaken by up to `max_delay` later ones, or let go after as many idle calls of `receive`.
+        """
+        rates = (drop, duplicate, delay, nonsense, max_delay)
+        self._inner = inner
+        self._notify: Callable[[], None] | None = None
+        self._sent: _Faults[Out] = _Faults(Random(f"{seed} sent"), *rates)
+        self._received: _Faults[In] = _Faults(Random(f"{seed} received"), *rates)
+
+    def send(self, messages: Sequence[Out]) -> None:
+        self._inner.send(self._sent.pass_on(messages))
+
+    def receive(self) -> list[In]:
+        self._inner.send(self._sent.pass_on(()))  # else what is held here would wait for the next send
+        messages = self._received.pass_on(self._inner.receive())
+        if self._held():
+            _call(self._notify)
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._held() or self._inner.wait(timeout_s)
+
+    def set_notify(self, notify: Callable[[], None] | None) -> None:
+        self._notify = notify
+        self._inner.set_notify(notify)
+
+    def _held(self) -> bool:
+        """Whether more calls of `receive` would bring something forth."""
+        return bool(self._sent.held or self._received.held)
+
+    @property
+    def ready_to_send(self) -> bool:
+        return self._inner.ready_to_send
+
+    @property
+    def alive(self) -> bool:
+        return self._inner.alive
+
+    @property
+    def stats(self) -> LinkStats:
+        return self._inner.stats
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@dataclass
+class _Faults(Generic[M]):
+    """The faults of one direction."""
+
+    random: Random
+    drop: float
+    duplicate: float
+    delay: float
+    nonsense: float
+    max_delay: int
+    held: list[tuple[int, M]] = field(default_factory=list)  # (how many steps still, message)
+
+    def pass_on(self, messages: Sequence[M]) -> list[M]:
+        """What comes out when `messages` go in. Every message is a step; so is a call without any."""
+        passed = [] if messages else self._step()
+        for message in messages:
+            passed += self._step()
+            for _ in range(self._copies()):
+                if self.random.random() < self.delay:
+                    self.held.append((self.random.randint(1, self.max_delay), message))
+                else:
+                    passed.append(message)
+            if self.random.random() < self.nonsense:
+                passed.append(nonsense(message, self.random))
+        return passed
+
+    def _copies(self) -> int:
+        if self.random.random() < self.drop:
+            return 0
+        return 2 if self.random.random() < self.duplicate else 1
+
+    def _step(self) -> list[M]:
+        due = [message for steps, message in self.held if steps <= 1]
+        self.held = [(steps - 1, message) for steps, message in self.held if steps > 1]
+        return due
+
+
+def nonsense(message: M, random: Random) -> M:
+    """A well-formed message like this one that says something else: what a broken peer might send."""
+    match message:
+        case Growth():
+            count = len(message.tokens)
+            return replace(
+                message,
+                base=random.choice([message.base, _other_handle(message.base, random)]),
+                tokens=np.array(random.choices([-1, 0, 1, 7, 2**31 - 1], k=count), dtype=np.int32),
+                confidences=np.array(random.choices([math.nan, math.inf, -1.0, 0.5, 2.0], k=count), dtype=np.float32),
+            )
+        case Commit():
+            return replace(message, handle=_other_handle(message.handle, random), mirrored=not message.mirrored)
+        case Open():
+            return replace(message, tokens=message.tokens[: random.randint(0, len(message.tokens))])
+        case Renew() | Close() | NeedPrefix():
+            return replace(message, sessions=(*message.sessions, random.getrandbits(64)))
+    return message
+
+
+def _other_handle(handle: KVHandle, random: Random) -> KVHandle:
+    """A handle of a prefix that nobody has, at least as long."""
+    return KVHandle(handle.length + random.randint(0, 2), random.randbytes(DIGEST_BYTES))

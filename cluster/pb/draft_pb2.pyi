@@ -1,0 +1,103 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Down(_message.Message):
+    __slots__ = ("open", "commits", "renew", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    commits: Commits
+    renew: Renew
+    close: Close
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., commits: _Optional[_Union[Commits, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("session", "tokens", "sampling")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    sampling: Sampling
+    def __init__(self, session: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Commits(_message.Message):
+    __slots__ = ("sessions", "lengths", "digests", "counts", "tokens", "mirrored")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIRRORED_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    digests: bytes
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    mirrored: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, sessions: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., mirrored: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class Renew(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sessions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sessions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Up(_message.Message):
+    __slots__ = ("growths", "need_prefix")
+    GROWTHS_FIELD_NUMBER: _ClassVar[int]
+    NEED_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    growths: Growths
+    need_prefix: NeedPrefix
+    def __init__(self, growths: _Optional[_Union[Growths, _Mapping]] = ..., need_prefix: _Optional[_Union[NeedPrefix, _Mapping]] = ...) -> None: ...
+
+class Growths(_message.Message):
+    __slots__ = ("sessions", "base_lengths", "base_digests", "counts", "parents", "tokens", "confidences")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[int]
+    base_lengths: _containers.RepeatedScalarFieldContainer[int]
+    base_digests: bytes
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    confidences: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, sessions: _Optional[_Iterable[int]] = ..., base_lengths: _Optional[_Iterable[int]] = ..., base_digests: _Optional[bytes] = ..., counts: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class NeedPrefix(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sessions: _Optional[_Iterable[int]] = ...) -> None: ...

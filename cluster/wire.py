@@ -1,0 +1,285 @@
+"""Bytes on the wire: the one place that turns protobuf into the frozen dataclasses of `engine.types` and back.
+
+Decoding trusts nothing: whatever the bytes, it returns well-formed messages or raises WireError. What is well-formed
+yet useless (unknown token ids, a confidence of NaN) passes: the receiver of growth has to cope with nonsense anyway.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+import numpy as np
+from google.protobuf.internal.containers import RepeatedScalarFieldContainer
+from google.protobuf.message import DecodeError
+
+from cluster.pb import draft_pb2 as pb
+from engine.types import Close, Commit, Down, Growth, IntArray, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+MAX_SESSIONS = 4096  # in one message
+MAX_NODES = 65_536  # tree nodes in one message
+MAX_PREFIX_TOKENS = 1_048_576
+MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 in every array behind this file
+DIGEST_BYTES = 16
+_MAX_TOP_K = 2**32 - 1  # what the field holds; more is no limit either
+
+_T = TypeVar("_T")
+
+
+class WireError(ValueError):
+    """Bytes that are not a well-formed message, or a message that no bytes may carry."""
+
+
+def encode_down(messages: Sequence[Down]) -> list[bytes]:
+    """Bytes of messages from target to draft, in order; consecutive commits share one protobuf message.
+
+    Raises WireError for a message beyond the limits, ValueError for a number that its field cannot hold.
+    """
+    frames: list[bytes] = []
+    commits: list[Commit] = []
+    for message in messages:
+        if isinstance(message, Commit):
+            commits.append(message)
+            continue
+        frames += _commit_frames(commits)
+        commits = []
+        match message:
+            case Open():
+                frames.append(_open_frame(message))
+            case Renew():
+                frames += [_frame(pb.Down(renew=pb.Renew(sessions=part))) for part in _parts(message.sessions)]
+            case Close():
+                frames += [_frame(pb.Down(close=pb.Close(sessions=part))) for part in _parts(message.sessions)]
+    return frames + _commit_frames(commits)
+
+
+def encode_up(messages: Sequence[Up]) -> list[bytes]:
+    """Bytes of messages from draft to target, in order; consecutive growths share one protobuf message.
+
+    Raises WireError for a message beyond the limits or a growth whose arrays differ in length, ValueError for a number
+    that its field cannot hold.
+    """
+    frames: list[bytes] = []
+    growths: list[Growth] = []
+    for message in messages:
+        if isinstance(message, Growth):
+            growths.append(message)
+            continue
+        frames += _growth_frames(growths)
+        growths = []
+        frames += [_frame(pb.Up(need_prefix=pb.NeedPrefix(sessions=part))) for part in _parts(message.sessions)]
+    return frames + _growth_frames(growths)
+
+
+def decode_down(data: bytes) -> list[Down]:
+    """The messages from target to draft that `data` carries. Raises WireError if it is malformed."""
+    message = pb.Down()
+    _parse(message, data)
+    match message.WhichOneof("body"):
+        case "open":
+            return [_decode_open(message.open)]
+        case "commits":
+            return _decode_commits(message.commits)
+        case "renew":
+            return [Renew(_sessions(message.renew.sessions))]
+        case "close":
+            return [Close(_sessions(message.close.sessions))]
+    raise WireError("the message is empty")
+
+
+def decode_up(data: bytes) -> list[Up]:
+    """The messages from draft to target that `data` carries. Raises WireError if it is malformed."""
+    message = pb.Up()
+    _parse(message, data)
+    match message.WhichOneof("body"):
+        case "growths":
+            return _decode_growths(message.growths)
+        case "need_prefix":
+            return [NeedPrefix(_sessions(message.need_prefix.sessions))]
+    raise WireError("the message is empty")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise WireError(message)
+
+
+# --- encoding
+
+
+def _frame(message: pb.Down | pb.Up) -> bytes:
+    data = message.SerializeToString()
+    _require(len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def _parts(sessions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The sessions in runs that one message may carry; one empty run if there are none."""
+    for start in range(0, max(1, len(sessions)), MAX_SESSIONS):
+        yield sessions[start : start + MAX_SESSIONS]
+
+
+def _packs(messages: Sequence[_T], sizes: Sequence[int]) -> Iterator[tuple[Sequence[_T], Sequence[int]]]:
+    """Messages and their sizes in runs of at most MAX_SESSIONS messages and MAX_NODES in size, or one message."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and (index - start == MAX_SESSIONS or total + size > MAX_NODES):
+            yield messages[start:index], sizes[start:index]
+            start, total = index, 0
+        total += size
+    if start < len(messages):
+        yield messages[start:], sizes[start:]
+
+
+def _digests(handles: Sequence[KVHandle]) -> bytes:
+    _require(all(len(handle.digest) == DIGEST_BYTES for handle in handles), "a digest is not 16 bytes long")
+    return b"".join([handle.digest for handle in handles])
+
+
+def _open_frame(message: Open) -> bytes:
+    params = message.params
+    sampling = pb.Sampling(
+        temperature=params.temperature,
+        top_k=min(params.top_k, _MAX_TOP_K),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+    )
+    _require(len(message.tokens) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
+    return _frame(pb.Down(open=pb.Open(session=message.session, tokens=message.tokens, sampling=sampling)))
+
+
+def _commit_frames(commits: Sequence[Commit]) -> list[bytes]:
+    frames = []
+    for pack, counts in _packs(commits, [len(commit.tokens) for commit in commits]):
+        packed = pb.Commits(
+            sessions=[commit.session for commit in pack],
+            lengths=[commit.handle.length for commit in pack],
+            digests=_digests([commit.handle for commit in pack]),
+            counts=counts,
+            tokens=[token for commit in pack for token in commit.tokens],
+            mirrored=[commit.mirrored for commit in pack],
+        )
+        frames.append(_frame(pb.Down(commits=packed)))
+    return frames
+
+
+def _growth_frames(growths: Sequence[Growth]) -> list[bytes]:
+    for growth in growths:
+        # Summed over a pack, differences could cancel out and give nodes to the wrong session.
+        agree = len(growth.parents) == len(growth.tokens) == len(growth.confidences)
+        _require(agree, "the arrays of a growth differ in length")
+        _require(len(growth.tokens) <= MAX_NODES, f"a growth is over the limit of {MAX_NODES} nodes")
+    frames = []
+    for pack, counts in _packs(growths, [len(growth.tokens) for growth in growths]):
+        packed = pb.Growths(
+            sessions=[growth.session for growth in pack],
+            base_lengths=[growth.base.length for growth in pack],
+            base_digests=_digests([growth.base for growth in pack]),
+            counts=counts,
+            parents=np.concatenate([growth.parents for growth in pack]).tolist(),
+            # A negative id wraps around and back again: whether an id is known is for the receiver to say.
+            tokens=np.concatenate([growth.tokens for growth in pack]).astype(np.uint32).tolist(),
+            confidences=np.concatenate([growth.confidences for growth in pack]).tolist(),
+        )
+        frames.append(_frame(pb.Up(growths=packed)))
+    return frames
+
+
+# --- decoding. Repeated fields are read by slicing, or by numpy through their buffer: both far faster than iterating.
+
+
+def _parse(message: pb.Down | pb.Up, data: bytes) -> None:
+    _require(len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise WireError("not a protobuf message") from error
+
+
+def _sessions(field: RepeatedScalarFieldContainer[int]) -> tuple[int, ...]:
+    _require(len(field) <= MAX_SESSIONS, f"over {MAX_SESSIONS} sessions")
+    return tuple(field[:])
+
+
+def _token_ids(field: RepeatedScalarFieldContainer[int]) -> list[int]:
+    tokens = field[:]
+    _require(max(tokens, default=0) <= MAX_TOKEN_ID, f"a token id is above {MAX_TOKEN_ID}")
+    return tokens
+
+
+def _handles(field: RepeatedScalarFieldContainer[int], digests: bytes, sessions: int) -> list[KVHandle]:
+    """One handle per session, of packed lengths and digests."""
+    _require(len(field) == sessions, "as many lengths as sessions are needed")
+    _require(len(digests) == DIGEST_BYTES * sessions, "as many digests as sessions are needed")
+    lengths = field[:]
+    _require(max(lengths, default=0) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
+    return [
+        KVHandle(length, digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _bounds(counts: RepeatedScalarFieldContainer[int], sessions: int, total: int) -> list[int]:
+    """Where each session's entries start in the packed arrays of `total` entries, and after the last, where they end."""
+    _require(len(counts) == sessions, "as many counts as sessions are needed")
+    bounds = list(accumulate(counts[:], initial=0))
+    _require(bounds[-1] == total, "the counts do not add up to the entries")
+    return bounds
+
+
+def _decode_open(message: pb.Open) -> Open:
+    _require(len(message.tokens) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
+    sampling = message.sampling
+    try:
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        )
+    except ValueError as error:
+        raise WireError(str(error)) from error
+    return Open(message.session, tuple(_token_ids(message.tokens)), params)
+
+
+def _decode_commits(packed: pb.Commits) -> list[Down]:
+    sessions = _sessions(packed.sessions)
+    handles = _handles(packed.lengths, packed.digests, len(sessions))
+    bounds = _bounds(packed.counts, len(sessions), len(packed.tokens))
+    _require(len(packed.mirrored) == len(sessions), "as many mirrored flags as sessions are needed")
+    tokens = _token_ids(packed.tokens)
+    commits: list[Down] = []
+    for session, handle, start, end, mirrored in zip(
+        sessions, handles, bounds[:-1], bounds[1:], packed.mirrored[:], strict=True
+    ):
+        _require(end - start <= handle.length, "a commit has more tokens than its prefix")
+        commits.append(Commit(session, handle, tuple(tokens[start:end]), mirrored))
+    return commits
+
+
+def _decode_growths(packed: pb.Growths) -> list[Up]:
+    nodes = len(packed.tokens)
+    _require(nodes <= MAX_NODES, f"over {MAX_NODES} nodes")
+    _require(len(packed.parents) == len(packed.confidences) == nodes, "the arrays of nodes differ in length")
+    sessions = _sessions(packed.sessions)
+    handles = _handles(packed.base_lengths, packed.base_digests, len(sessions))
+    bounds = _bounds(packed.counts, len(sessions), nodes)
+    parents = np.array(packed.parents, dtype=np.int32)
+    tokens = np.array(packed.tokens, dtype=np.uint32).view(np.int32)
+    confidences = np.array(packed.confidences, dtype=np.float32)
+    _require_order(parents, bounds)
+    for array in (parents, tokens, confidences):
+        array.flags.writeable = False  # the messages below share them
+    return [
+        Growth(session, base, parents[start:end], tokens[start:end], confidences[start:end])
+        for session, base, start, end in zip(sessions, handles, bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def _require_order(parents: IntArray, bounds: Sequence[int]) -> None:
+    """Every parent is the base or an earlier node of the same session. parents: [nodes]; bounds: [sessions + 1]."""
+    starts = np.array(bounds, dtype=np.int32)
+    own = np.arange(len(parents), dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))
+    _require(bool(((parents >= -1) & (parents < own)).all()), "a parent does not come before its child")

@@ -1,0 +1,1 @@
+"""Decoding and model execution in one process: no network, no Ray."""

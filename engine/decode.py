@@ -1,0 +1,118 @@
+"""The whole loop in one process: plain, sequential and tree speculation. The oracle of every distributed test."""
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerFast
+
+from engine.budget import Window
+from engine.drafters import Drafter
+from engine.runner import ModelRunner
+from engine.step import Outcome, Plan, Sequence, Stepper
+from engine.types import FinishReason, GenerationRequest
+
+
+@dataclass
+class Generation:
+    """The output of one request, with what speculation did for it."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    steps: int = 0  # target steps that committed something
+    tried: int = 0  # draft tokens compared with the target's along the walk
+    accepted: int = 0
+    margins: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Block efficiency: accepted tokens plus the target's own, per step."""
+        return len(self.tokens) / max(1, self.steps)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Sequential speculation: `draft_steps` draft steps, then one target step over the nodes that `window` chooses."""
+
+    drafter: Drafter
+    window: Window
+    draft_steps: int
+
+
+def decode(
+    runner: ModelRunner,
+    requests: Seq[GenerationRequest],
+    speculation: Speculation | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    margins: bool = False,
+) -> list[Generation]:
+    """Generates all requests together in one batch; without `speculation` this is plain decoding.
+
+    Raises InvalidRequest, PoolExhausted or StepError; whatever is raised, all KV is free again.
+    """
+    generations = [Generation(request) for request in requests]
+    for index, outcome in decode_steps(runner, requests, speculation, tokenizer, margins):
+        record(generations[index], outcome)
+    return generations
+
+
+def record(generation: Generation, outcome: Outcome) -> None:
+    """Adds one step's outcome."""
+    generation.tokens.extend(outcome.tokens)
+    generation.margins.extend(outcome.margins)
+    generation.steps += bool(outcome.tokens)
+    generation.accepted += outcome.accepted
+    generation.tried += outcome.tried
+    generation.finish_reason = outcome.sequence.finish_reason
+
+
+def decode_steps(
+    runner: ModelRunner,
+    requests: Seq[GenerationRequest],
+    speculation: Speculation | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    margins: bool = False,
+) -> Iterator[tuple[int, Outcome]]:
+    """Yields (index of the request, outcome) after every step, as `decode` does; see there."""
+    stepper = Stepper(runner, margins=margins)
+    sequences: list[Sequence] = []
+    try:
+        for request in requests:
+            sequences.append(Sequence(request, runner, tokenizer))
+        yield from _loop(stepper, sequences, speculation)
+    finally:
+        for index, sequence in enumerate(sequences):
+            runner.pool.release(sequence.lease)
+            if speculation is not None:
+                speculation.drafter.close(index)
+
+
+def _loop(
+    stepper: Stepper, sequences: list[Sequence], speculation: Speculation | None
+) -> Iterator[tuple[int, Outcome]]:
+    if speculation is not None:
+        for index, sequence in enumerate(sequences):
+            speculation.drafter.open(index, sequence.tokens, sequence.request.params)
+    running = {index: sequence for index, sequence in enumerate(sequences) if sequence.finish_reason is None}
+    while running:
+        outcomes = stepper.step(_plan(running, speculation))
+        for index, outcome in zip(list(running), outcomes, strict=True):
+            if speculation is not None and outcome.tokens:
+                speculation.drafter.commit(index, outcome.tokens)
+            yield index, outcome
+            if outcome.sequence.finish_reason is not None:
+                del running[index]
+                if speculation is not None:
+                    speculation.drafter.close(index)
+
+
+def _plan(running: dict[int, Sequence], speculation: Speculation | None) -> list[Plan]:
+    """Grows the trees of the decoding sequences and chooses their windows; nothing to choose without speculation."""
+    decoding = [index for index, sequence in running.items() if not sequence.prefilling]
+    if speculation is None or not decoding:
+        return [Plan(sequence) for sequence in running.values()]
+    for _ in range(speculation.draft_steps):
+        speculation.drafter.grow()
+    trees = {index: speculation.drafter.tree(index) for index in decoding}
+    nodes = dict(zip(decoding, speculation.window.choose(list(trees.values())), strict=True))
+    return [Plan(sequence, trees.get(index), nodes.get(index)) for index, sequence in running.items()]

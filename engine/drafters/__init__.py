@@ -1,0 +1,29 @@
+"""Drafters: anything that grows token trees, behind one protocol."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.tree import Moved, TokenTree
+from engine.types import SamplingParams
+
+
+class Drafter(Protocol):
+    """Grows the token tree of each of its sessions. A session is named by an integer that its owner mints."""
+
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
+        """Holds a session for a prefix (at least one token); raises PoolExhausted when there is no room."""
+
+    def commit(self, session: int, tokens: Sequence[int]) -> Moved:
+        """Appends newly committed tokens (at least one) and moves the tree's root along them."""
+
+    def grow(self) -> list[int]:
+        """Expands the most valuable frontier nodes of all sessions in one batch; the sessions that were worked on."""
+
+    def tree(self, session: int) -> TokenTree:
+        """The session's tree; its root is the last committed token."""
+
+    def close(self, session: int) -> None:
+        """Frees what the session holds; unknown sessions are ignored."""
+
+    def check(self) -> None:
+        """Audits what the drafter holds; raises AssertionError."""

@@ -1,0 +1,174 @@
+"""A small language model as drafter: best-first expansion of all sessions' trees in fixed-size batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine import sampling
+from engine.kv import Lease
+from engine.runner import ModelRunner, SequenceRows, chain_rows
+from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
+from engine.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """How trees grow.
+
+    Keeping the first few children of every expanded node is free until they are verified, and makes hits likely.
+    """
+
+    rows: int = 8  # nodes expanded per draft step, all sessions together
+    children: int = 4  # kept of each expanded node
+    max_depth: int = 12  # below the root
+    max_nodes: int = 160  # per session
+    prefill_chunk: int = 64  # prefix tokens per session and draft step
+
+
+class _Session:
+    """One sequence on the draft: committed tokens, how many have KV, and the tree behind them."""
+
+    def __init__(self, tokens: list[int], params: SamplingParams, lease: Lease, tree_lease: Lease, capacity: int) -> None:
+        self.tokens = tokens
+        self.params = params
+        self.computed = 0
+        self.lease = lease  # committed tokens
+        self.tree_lease = tree_lease  # draft tokens, one slot each
+        self.free_slots: list[int] = tree_lease.slots.tolist()
+        self.tree = TokenTree(tokens[-1], capacity)
+
+    @property
+    def pending(self) -> list[int]:
+        """Committed tokens without KV."""
+        return self.tokens[self.computed :]
+
+
+class ModelDrafter:
+    """Implements Drafter with a ModelRunner."""
+
+    def __init__(self, runner: ModelRunner, growing: Growing | None = None) -> None:
+        self._runner = runner
+        self._growing = growing or Growing()
+        self._sessions: dict[int, _Session] = {}
+
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
+        """See Drafter."""
+        self.close(session)
+        pool, growing = self._runner.pool, self._growing
+        lease = pool.lease(len(tokens))
+        try:
+            tree_lease = pool.lease(growing.max_nodes)
+        except RuntimeError:
+            pool.release(lease)
+            raise
+        self._sessions[session] = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes)
+
+    def commit(self, session: int, tokens: Sequence[int]) -> Moved:
+        """See Drafter. Raises PoolExhausted, after which the session must be closed."""
+        held = self._sessions[session]
+        pool = self._runner.pool
+        old = len(held.tokens)
+        root_computed = held.computed == old
+        held.tokens.extend(tokens)
+        pool.extend(held.lease, len(held.tokens))
+        moved = held.tree.commit(tokens)
+        if root_computed:
+            count = len(moved.path_slots)
+            pool.move(moved.path_slots, held.lease.slots[old : old + count].tolist())
+            held.computed = old + count
+        held.free_slots.extend(moved.path_slots + moved.freed_slots)
+        return moved
+
+    def grow(self) -> list[int]:
+        """See Drafter."""
+        batch, places = self._plan()
+        if not batch:
+            return []
+        logits = self._runner.forward(batch)
+        self._expand(places, logits)
+        return list(dict.fromkeys(session for session, _ in places))
+
+    def tree(self, session: int) -> TokenTree:
+        """See Drafter."""
+        return self._sessions[session].tree
+
+    def close(self, session: int) -> None:
+        """See Drafter."""
+        held = self._sessions.pop(session, None)
+        if held is not None:
+            self._runner.pool.release(held.lease)
+            self._runner.pool.release(held.tree_lease)
+
+    def check(self) -> None:
+        """See Drafter."""
+        self._runner.pool.check()
+        for held in self._sessions.values():
+            held.tree.check()
+            slots = held.tree.slot[: held.tree.size]
+            used = slots[slots != NO_SLOT].tolist()
+            assert sorted(used + held.free_slots) == sorted(held.tree_lease.slots.tolist()), "a tree slot is lost"
+
+    def _plan(self) -> tuple[list[SequenceRows], list[tuple[int, int]]]:
+        """Rows of one batch, and (session, node) of each row whose logits come back; -1 for a prefix still incomplete."""
+        batch: list[SequenceRows] = []
+        places: list[tuple[int, int]] = []
+        for session, held in self._sessions.items():
+            if held.pending:
+                chunk = held.pending[: self._growing.prefill_chunk]
+                batch.append(chain_rows(held.lease, held.computed, chunk))
+                held.computed += len(chunk)
+                places.append((session, -1 if held.pending else ROOT))
+        for session, nodes in self._pick(self._growing.rows - len(places)).items():
+            batch.append(self._tree_rows(self._sessions[session], nodes))
+            places.extend((session, node) for node in nodes)
+        return batch, places
+
+    def _pick(self, count: int) -> dict[int, list[int]]:
+        """The most probable frontier nodes of all sessions whose root is expanded, in index order for each session."""
+        if count <= 0:
+            return {}
+        found: list[tuple[float, int, int]] = []
+        for session, held in self._sessions.items():
+            tree = held.tree
+            room = (tree.capacity - tree.size) // self._growing.children
+            if tree.expanded[ROOT] and room > 0:
+                nodes = tree.frontier(min(count, room, len(held.free_slots)), self._growing.max_depth)
+                found.extend((float(tree.probability[node]), session, node) for node in nodes)
+        picked: dict[int, list[int]] = {}
+        for _, session, node in sorted(found, key=lambda item: -item[0])[:count]:
+            picked.setdefault(session, []).append(node)
+        return {session: sorted(nodes) for session, nodes in picked.items()}
+
+    def _tree_rows(self, held: _Session, nodes: list[int]) -> SequenceRows:
+        tree = held.tree
+        for node in nodes:
+            tree.slot[node] = held.free_slots.pop()
+        computed = np.flatnonzero(tree.slot[: tree.size] != NO_SLOT)  # the root's KV stands in the prefix
+        return SequenceRows(
+            lease=held.lease,
+            prefix=held.computed,
+            tokens=tree.token[nodes].tolist(),
+            positions=[held.computed - 1 + depth for depth in tree.depth[nodes].tolist()],
+            slots=tree.slot[nodes],
+            tree_slots=tree.slot[computed],
+            visible=tree.ancestors[np.ix_(nodes, computed)],
+        )
+
+    def _expand(self, places: list[tuple[int, int]], logits: torch.Tensor) -> None:
+        """Adds the likeliest children of every expanded node."""
+        held = [self._sessions[session] for session, _ in places]
+        params = [session.params for session in held]
+        positions = [
+            len(session.tokens) + (int(session.tree.depth[node]) if node >= 0 else 0)
+            for session, (_, node) in zip(held, places, strict=True)
+        ]
+        tokens, confidences = sampling.propose(logits, params, positions, self._growing.children)
+        for session, (_, node), row_tokens, row_confidences in zip(
+            held, places, tokens.tolist(), confidences.tolist(), strict=True
+        ):
+            if node >= 0:
+                session.tree.expanded[node] = True
+                for token, confidence in zip(row_tokens, row_confidences, strict=True):
+                    session.tree.add(node, token, confidence)

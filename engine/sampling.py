@@ -1,0 +1,84 @@
+"""Logits to tokens: the only place. Coupled sampling: argmax over logits/T + Gumbel(seed, position, token).
+
+With the noise fixed, the choice is a function of the logits alone, and over seeds it follows the softmax exactly (the
+Gumbel-max trick: Maddison et al. 2014, https://arxiv.org/abs/1411.0030). With T = 0 it is plain argmax.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine import noise
+from engine.types import SamplingParams
+
+_HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
+_CANDIDATES = 64  # a draft considers this many of its most probable tokens
+_SHARPNESS = 2.0  # a draft's softmax is flatter than its hit rate; measured on the bundled pair
+
+
+def scores(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
+    """What the argmax is taken of: float32 [n, vocab_size], -inf for tokens that are filtered out.
+
+    logits: [n, vocab_size]; noise: float32 [n, vocab_size], needed when the temperature is not 0.
+    """
+    logits = logits.float()
+    if params.temperature == 0:
+        return logits
+    assert noise is not None
+    return restrict(logits / params.temperature, params) + noise
+
+
+def choose(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
+    """The chosen token of each row, int64 [n]; see `scores` for the arguments."""
+    return scores(logits, params, noise).argmax(-1)
+
+
+def margins(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
+    """Distance between the best and the second best score of each row, float32 [n]: how close to a tie it was."""
+    best = scores(logits, params, noise).topk(2, dim=-1).values
+    return best[:, 0] - best[:, 1]
+
+
+def restrict(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Applies top-k, then top-p, then min-p to temperature-scaled logits [n, vocab_size]; removed tokens become -inf."""
+    if 0 < params.top_k < logits.shape[-1]:
+        floor = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if params.top_p < 1:
+        logits = logits.masked_fill(logits < _nucleus_floor(logits, params.top_p), -torch.inf)
+    if params.min_p > 0:
+        floor = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(params.min_p, device=logits.device))
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    return logits
+
+
+def _nucleus_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest logit of each row's nucleus [n, 1]: the fewest most probable tokens with at least `top_p` mass."""
+    total = logits.logsumexp(-1, keepdim=True)
+    count = min(_HEAD, logits.shape[-1])
+    head = logits.topk(count, dim=-1).values
+    mass = (head - total).exp().cumsum(-1)
+    if count < logits.shape[-1] and bool((mass[:, -1] < top_p).any()):
+        head = logits.sort(dim=-1, descending=True).values
+        mass = (head - total).exp().cumsum(-1)
+    last = (mass < top_p).sum(-1, keepdim=True).clamp_(max=head.shape[-1] - 1)
+    return head.gather(-1, last)
+
+
+def propose(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draft's guesses at what `choose` will give a better model: (tokens int64, confidences float32), both [n, count].
+
+    logits: [n, vocab_size] of the draft; params and positions of each row's next token. The guesses use the same noise as
+    the target's choice. Only the most probable tokens are looked at: a guess may be approximate.
+    """
+    values, tokens = logits.float().topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
+    rows = [i for i, row in enumerate(params) if row.temperature > 0]
+    if rows:
+        for i in rows:
+            values[i] = restrict(values[i : i + 1] / params[i].temperature, params[i])[0]
+        keys = torch.cat([noise.keys(params[i].seed, [positions[i]], logits.device) for i in rows])
+        values[rows] += noise.gumbel(keys[:, None], tokens[rows])
+    confidences, order = (values * _SHARPNESS).softmax(-1).topk(count, dim=-1)
+    return tokens.gather(-1, order), confidences

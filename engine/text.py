@@ -1,0 +1,60 @@
+"""Tokens to text and back: loading a tokenizer, incremental detokenising, stop strings."""
+
+from pathlib import Path
+
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+
+def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a checkpoint; raises ValueError when there is none."""
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"{path} has no fast tokenizer (tokenizer.json)")
+    return tokenizer
+
+
+class TextStream:
+    """Text of a token stream, piece by piece: bytes of an unfinished character wait for the rest of it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often empty or several characters."""
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+class StopStrings:
+    """Cuts a text before the first stop string; text that may be the beginning of one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The part of the text so far that is certain to be before any stop string and was not returned yet."""
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._release(min(found))
+        held_back = max((self._overlap(stop) for stop in self._stops), default=0)
+        return self._release(len(self._held) - held_back)
+
+    def flush(self) -> str:
+        """What was held back, when the stream ended for another reason."""
+        return "" if self.stopped else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        out, self._held = self._held[:count], self._held[count:]
+        return out
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        lengths = range(min(len(stop) - 1, len(self._held)), 0, -1)
+        return next((n for n in lengths if self._held.endswith(stop[:n])), 0)
