@@ -117,9 +117,9 @@ class DraftServer:
         reader = threading.Thread(target=self._read, args=(requests, incoming), name="paceline-draft-reader")
 
         def ended() -> None:
-            _close(outgoing, incoming)
             with self._lock:
                 self._streams -= 1
+            _close(outgoing, incoming)
 
         if not context.add_callback(ended):  # it ended already
             ended()

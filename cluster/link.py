@@ -58,7 +58,8 @@ class Link(Protocol[_OutP, In]):
     def set_notify(self, notify: Callable[[], None] | None) -> None:
         """Has `notify` called when `wait` would return True, and when `ready_to_send` turns True after reading False.
 
-        It may be called from any thread, at once if there is a reason already, and too often; it must be quick.
+        It may be called from any thread, at once if there is a reason already, and too often. It must be quick and
+        leave the link alone: setting an event is what it is for.
         """
 
     @property

@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
-from google.protobuf.internal.containers import RepeatedScalarFieldContainer
 from google.protobuf.message import DecodeError
 
 from cluster.pb import draft_pb2 as pb
@@ -197,18 +196,18 @@ def _parse(message: pb.Down | pb.Up, data: bytes) -> None:
         raise WireError("not a protobuf message") from error
 
 
-def _sessions(field: RepeatedScalarFieldContainer[int]) -> tuple[int, ...]:
+def _sessions(field: Sequence[int]) -> tuple[int, ...]:
     _require(len(field) <= MAX_SESSIONS, f"over {MAX_SESSIONS} sessions")
     return tuple(field[:])
 
 
-def _token_ids(field: RepeatedScalarFieldContainer[int]) -> list[int]:
+def _token_ids(field: Sequence[int]) -> Sequence[int]:
     tokens = field[:]
     _require(max(tokens, default=0) <= MAX_TOKEN_ID, f"a token id is above {MAX_TOKEN_ID}")
     return tokens
 
 
-def _handles(field: RepeatedScalarFieldContainer[int], digests: bytes, sessions: int) -> list[KVHandle]:
+def _handles(field: Sequence[int], digests: bytes, sessions: int) -> list[KVHandle]:
     """One handle per session, of packed lengths and digests."""
     _require(len(field) == sessions, "as many lengths as sessions are needed")
     _require(len(digests) == DIGEST_BYTES * sessions, "as many digests as sessions are needed")
@@ -220,8 +219,8 @@ def _handles(field: RepeatedScalarFieldContainer[int], digests: bytes, sessions:
     ]
 
 
-def _bounds(counts: RepeatedScalarFieldContainer[int], sessions: int, total: int) -> list[int]:
-    """Where each session's entries start in the packed arrays of `total` entries, and after the last, where they end."""
+def _bounds(counts: Sequence[int], sessions: int, total: int) -> list[int]:
+    """Where each session's entries start in the packed arrays of `total` entries, and where the last ones end."""
     _require(len(counts) == sessions, "as many counts as sessions are needed")
     bounds = list(accumulate(counts[:], initial=0))
     _require(bounds[-1] == total, "the counts do not add up to the entries")
@@ -281,5 +280,5 @@ def _decode_growths(packed: pb.Growths) -> list[Up]:
 def _require_order(parents: IntArray, bounds: Sequence[int]) -> None:
     """Every parent is the base or an earlier node of the same session. parents: [nodes]; bounds: [sessions + 1]."""
     starts = np.array(bounds, dtype=np.int32)
-    own = np.arange(len(parents), dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))
+    own = np.arange(len(parents), dtype=np.int32) - np.repeat(starts[:-1], starts[1:] - starts[:-1])
     _require(bool(((parents >= -1) & (parents < own)).all()), "a parent does not come before its child")

@@ -17,6 +17,7 @@ from engine.types import FloatArray, IntArray
 _BINS = 10  # of confidence
 _DEPTHS = 8  # deeper nodes share the last
 _PRIOR = 8.0  # trials that the draft's own confidence counts for
+_PROBE_EVERY = 64  # steps without speculation between looks whether it pays again
 _MEMORY = 2000.0  # trials per cell that are remembered
 
 
@@ -103,6 +104,9 @@ class Window(Protocol):
     def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
         """For each tree the nodes to verify, with their ancestors, in index order; at most MAX_WINDOW each."""
 
+    def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
+        """Learns from a step that verified `nodes` and whose walk went along `path`."""
+
 
 @dataclass
 class GoodputWindow:
@@ -115,12 +119,20 @@ class GoodputWindow:
     cost: CostModel
     max_nodes: int = 31
     overhead_ms: float = 0.0
+    _idle: int = 0  # choices in a row that took nothing
+
+    def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
+        """See Window."""
+        self.calibration.observe(tree, nodes, path)
 
     def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
         """See Window."""
         reach = [self.calibration.paths(tree)[1:] for tree in trees]
         everything = np.concatenate(reach) if reach else np.zeros(0, np.float32)
         chosen = self._worth(everything, len(trees))
+        self._idle = 0 if chosen else self._idle + 1
+        if chosen == 0 and self._idle % _PROBE_EVERY == 0 and len(everything):
+            chosen = 1  # a look whether speculation pays again
         if chosen == 0:
             return [np.zeros(0, np.int32) for _ in trees]
         share = np.sort(everything)[::-1][chosen - 1]
@@ -136,3 +148,36 @@ class GoodputWindow:
         expected = sequences + np.concatenate([np.zeros(1), np.cumsum(best)])
         milliseconds = self.cost.table(sequences + len(best))[sequences:] + self.overhead_ms
         return int(np.argmax(expected / milliseconds))
+
+
+class Patience:
+    """How long a missed sequence may wait for growth before its step starts without: at most what the growth is worth.
+
+    A draft token that is accepted saves the time that a token takes; so growth is worth (accepted tokens per step) x
+    (time per token). Growth that doesn't come in time teaches not to wait for it.
+    """
+
+    _RATE = 0.05  # weight of the newest observation
+
+    def __init__(self) -> None:
+        self._accepted = 1.0  # per step that verified something
+        self._token_s = 0.0  # seconds per token
+        self._arrives = 1.0  # share of waits that ended with growth
+        self._waits = 0
+
+    def limit_s(self) -> float:
+        """Seconds to wait at most; 0 is not at all."""
+        self._waits += 1
+        if self._arrives < 0.3 and self._waits % 32:  # a hung or dead draft: look again rarely
+            return 0.0
+        return self._arrives * self._accepted * self._token_s
+
+    def waited(self, seconds: float, arrived: bool) -> None:
+        """A wait ended."""
+        self._arrives += 0.2 * (arrived - self._arrives)
+
+    def stepped(self, seconds: float, tokens: int, accepted: int, speculated: bool) -> None:
+        """A step committed `tokens`, of which `accepted` were draft tokens."""
+        self._token_s += (0.5 if self._token_s == 0 else self._RATE) * (seconds / max(1, tokens) - self._token_s)
+        if speculated:
+            self._accepted += self._RATE * (accepted - self._accepted)

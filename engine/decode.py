@@ -95,9 +95,12 @@ def _loop(
             speculation.drafter.open(index, sequence.tokens, sequence.request.params)
     running = {index: sequence for index, sequence in enumerate(sequences) if sequence.finish_reason is None}
     while running:
-        outcomes = stepper.step(_plan(running, speculation))
-        for index, outcome in zip(list(running), outcomes, strict=True):
+        plans = _plan(running, speculation)
+        outcomes = stepper.step(plans)
+        for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
             if speculation is not None and outcome.tokens:
+                if plan.tree is not None and plan.nodes is not None:
+                    speculation.window.observe(plan.tree, plan.nodes, outcome.path)
                 speculation.drafter.commit(index, outcome.tokens)
             yield index, outcome
             if outcome.sequence.finish_reason is not None:

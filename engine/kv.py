@@ -140,6 +140,15 @@ class HandleChain:
             digest = hashlib.blake2b(digest + token.to_bytes(8, "little"), digest_size=16).digest()
             self._digests.append(digest)
 
+    def try_extend(self, tokens: Iterable[int], digest: bytes) -> bool:
+        """Appends tokens if the handle then has this digest; else changes nothing and returns False."""
+        before = len(self._digests)
+        self.extend(tokens)
+        if self._digests[-1] == digest:
+            return True
+        del self._digests[before:]
+        return False
+
     @property
     def handle(self) -> KVHandle:
         """Of the whole sequence."""

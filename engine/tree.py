@@ -116,6 +116,10 @@ class TokenTree:
             candidates = np.sort(order) + 1
         return candidates.astype(np.int32)
 
+    def unsent(self) -> IntArray:
+        """Nodes that the other side was not told of."""
+        return np.flatnonzero(~self.sent[: self.size]).astype(np.int32)
+
     def piece(self, nodes: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
         """`nodes` with their ancestors as (parents, tokens, confidences), each [n]: parents are indices, -1 the root."""
         if not len(nodes):

@@ -16,6 +16,9 @@ class FixedChain:
 
     length: int
 
+    def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
+        """Learns nothing."""
+
     def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
         """See engine.budget.Window."""
         return [self._chain(tree) for tree in trees]
@@ -36,6 +39,9 @@ class FixedTree:
     """The `size` most probable nodes by the draft's own confidence."""
 
     size: int
+
+    def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
+        """Learns nothing."""
 
     def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
         """See engine.budget.Window."""

@@ -1,0 +1,257 @@
+"""The plain replicas as Ray actors: loading, announcing, attaching. Ray starts, places and restarts them."""
+
+import asyncio
+import os
+import threading
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+
+from cluster.draft import DraftReplica, DraftStats
+from cluster.grpc_link import DraftServer, connect
+from cluster.link import LinkError
+from cluster.placement import Placement
+from cluster.registry import DraftEntry
+from cluster.target import TargetReplica, TargetStats
+from cluster.trace import Span
+from engine.budget import Calibration, CostModel, GoodputWindow, Window
+from engine.drafters import Drafter
+from engine.drafters.model import Growing, ModelDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.kv import PoolExhausted
+from engine.runner import Dtype, ModelRunner, chain_rows
+from engine.text import load_tokenizer
+from engine.types import GenerationRequest, TokenChunk
+from engine.windows import FixedChain, FixedTree
+
+WindowName = Literal["goodput", "chain", "tree"]
+MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
+_ANNOUNCE_EVERY_S = 0.5
+_CONNECT_TIMEOUT_S = 2.0
+_WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig:
+    """How a target replica runs."""
+
+    model: Path
+    dtype: Dtype = "auto"
+    invariant: bool = False
+    kv_tokens: int = 32768
+    max_batch: int = 64
+    window: WindowName = "goodput"
+    window_size: int = 31  # draft tokens per step: the most for goodput, exactly so many otherwise
+    flush_s: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """How a draft replica runs; without a model it looks n-grams up."""
+
+    model: Path | None
+    dtype: Dtype = "auto"
+    kv_tokens: int = 65536
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any
+    growing: Growing = field(default_factory=Growing)
+
+
+def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
+    """The window of this name."""
+    if name == "goodput":
+        return GoodputWindow(Calibration(), cost, max_nodes=size)
+    return FixedChain(size) if name == "chain" else FixedTree(size)
+
+
+def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5) -> None:
+    """Runs every common row count, which compiles its kernels, and tells the cost model the median time."""
+    import time
+
+    lease = runner.pool.lease(256)
+    try:
+        for rows in _WARM_ROWS:
+            batch = [chain_rows(lease, 128, [0] * rows, 0)]
+            times = []
+            for _ in range(repeats):
+                started = time.monotonic()
+                runner.forward(batch)
+                times.append(time.monotonic() - started)
+            if cost is not None:
+                cost.observe(rows, 1000 * sorted(times)[repeats // 2])
+    finally:
+        runner.pool.release(lease)
+
+
+class TargetActor:
+    """A target replica in its own process; it looks for drafts by itself."""
+
+    def __init__(self, config: TargetConfig, placement: Placement, registry: Any, index: int = 0) -> None:
+        placement.apply_to_thread()
+        runner = ModelRunner(
+            config.model,
+            kv_tokens=config.kv_tokens,
+            dtype=config.dtype,
+            device=placement.device,
+            invariant=config.invariant,
+        )
+        cost = CostModel()
+        warm_up(runner, cost)
+        self._cost = cost
+        self._registry = registry
+        self._replica = TargetReplica(
+            runner,
+            make_window(config.window, config.window_size, cost),
+            load_tokenizer(config.model),
+            placement,
+            replica=index + 1,
+            max_batch=config.max_batch,
+            flush_s=config.flush_s,
+            on_step=cost.observe,
+        )
+        self._linked: dict[str, Any] = {}  # links by draft name
+        self._speculate = True
+        threading.Thread(target=self._keep_linked, name="paceline-links", daemon=True).start()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Streams a request's chunks. When the reader goes away, the work stops within a step.
+
+        Raises InvalidRequest or Overloaded.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[TokenChunk] = asyncio.Queue()
+
+        def sink(chunk: TokenChunk) -> None:
+            if queue.qsize() >= MAX_CHUNKS:
+                self._replica.cancel(request.request_id)
+            else:
+                loop.call_soon_threadsafe(queue.put_nowait, chunk)
+
+        self._replica.submit(request, sink)
+        finished = False
+        try:
+            while not finished:
+                chunk = await queue.get()
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if not finished:
+                self._replica.cancel(request.request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request within one step."""
+        self._replica.cancel(request_id)
+
+    async def stats(self) -> TargetStats:
+        """What the replica did so far."""
+        return self._replica.stats()
+
+    async def set_window(self, name: WindowName, size: int) -> None:
+        """Another window from the next step on."""
+        self._replica.set_window(make_window(name, size, self._cost))
+
+    async def set_speculation(self, on: bool) -> None:
+        """Drops all links and makes no more (the target decodes alone), or goes back to using drafts."""
+        self._speculate = on
+        if not on:
+            for link in self._linked.values():
+                link.close()
+        while bool(self._replica.stats().drafts) != on:
+            await asyncio.sleep(0.01)
+
+    async def wait_linked(self, drafts: int, timeout_s: float) -> bool:
+        """Waits until this many drafts are linked: True; False after `timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._replica.stats().drafts < drafts:
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def check(self, timeout_s: float = 10.0) -> None:
+        """Audits the replica once it is idle; raises AssertionError."""
+        assert await asyncio.to_thread(self._replica.wait_idle, timeout_s), "the target did not become idle"
+        self._replica.check()
+
+    async def trace(self, on: bool) -> list[Span]:
+        """Switches tracing; the spans recorded so far."""
+        self._replica.trace.on = on
+        return self._replica.trace.take()
+
+    async def pid(self) -> int:
+        """Of this actor's process."""
+        return os.getpid()
+
+    def _keep_linked(self) -> None:
+        """Attaches to every live draft, again and again, until the process ends."""
+        pause = threading.Event()
+        while True:
+            if self._speculate:
+                self._link_to_new()
+            pause.wait(_ANNOUNCE_EVERY_S / 2)
+
+    def _link_to_new(self) -> None:
+        self._linked = {name: link for name, link in self._linked.items() if link.alive}
+        try:
+            entries: list[DraftEntry] = ray.get(self._registry.drafts.remote())
+        except ray.exceptions.RayError:
+            return  # the registry restarts; links that stand need it not
+        for entry in entries:
+            if entry.name not in self._linked:
+                try:
+                    link = connect(entry.address, _CONNECT_TIMEOUT_S)
+                except LinkError:
+                    continue  # it died within its lease
+                self._linked[entry.name] = link
+                self._replica.add_link(link)
+
+
+class DraftActor:
+    """A draft replica in its own process; it serves DraftService and announces itself."""
+
+    def __init__(self, config: DraftConfig, placement: Placement, registry: Any) -> None:
+        placement.apply_to_thread()
+        self._registry = registry
+        self._replica = DraftReplica(make_drafter(config, placement), placement)
+        self._server = DraftServer(config.host, config.port, self._replica.add_link)
+        self._name = uuid.uuid4().hex
+        threading.Thread(target=self._keep_announced, name="paceline-announce", daemon=True).start()
+
+    async def stats(self) -> DraftStats:
+        """What the replica did so far."""
+        return self._replica.stats()
+
+    async def check(self, timeout_s: float = 10.0) -> None:
+        """Audits the replica once it is idle; raises AssertionError."""
+        assert await asyncio.to_thread(self._replica.wait_idle, timeout_s), "the draft did not become idle"
+        self._replica.check()
+        assert self._replica.stats().sessions == 0, "a session is left behind"
+
+    async def trace(self, on: bool) -> list[Span]:
+        """Switches tracing; the spans recorded so far."""
+        self._replica.trace.on = on
+        return self._replica.trace.take()
+
+    async def pid(self) -> int:
+        """Of this actor's process."""
+        return os.getpid()
+
+    def _keep_announced(self) -> None:
+        pause = threading.Event()
+        while True:
+            entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)
+            self._registry.announce.remote(entry)
+            pause.wait(_ANNOUNCE_EVERY_S)
+
+
+def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
+    """The drafter that a configuration names."""
+    if config.model is None:
+        return NgramDrafter()
+    runner = ModelRunner(config.model, kv_tokens=config.kv_tokens, dtype=config.dtype, device=placement.device)
+    warm_up(runner, repeats=2)
+    return ModelDrafter(runner, config.growing)

@@ -1,0 +1,106 @@
+"""A whole cluster on this machine: Ray, a registry, targets and drafts. The demo, the CLI and the benchmarks use it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from cluster.actors import DraftActor, DraftConfig, TargetActor, TargetConfig
+from cluster.placement import Placement, place
+from cluster.registry import Registry
+from engine.types import GenerationRequest, TokenChunk
+
+_START_TIMEOUT_S = 120.0
+
+
+class LocalCluster:
+    """Targets and drafts as Ray actors, ready when the constructor returns; a context manager that ends them."""
+
+    def __init__(
+        self,
+        target: TargetConfig,
+        draft: DraftConfig | None,
+        *,
+        targets: int = 1,
+        drafts: int = 1,
+        threads: int = 1,
+        placements: tuple[list[Placement], list[Placement]] | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """draft: None for a cluster without drafts. progress: told what is being waited for."""
+        drafts = drafts if draft is not None else 0
+        progress("starting Ray")
+        self._started_ray = start_ray()
+        target_places, draft_places = placements or place(targets, drafts, count_gpus(), threads)
+        self.registry = ray.remote(Registry).options(num_cpus=0).remote()
+        progress("loading the models")
+        self.targets: list[Any] = [
+            self._actor(TargetActor, where).remote(target, where, self.registry, index)
+            for index, where in enumerate(target_places)
+        ]
+        self.drafts: list[Any] = [
+            self._actor(DraftActor, where).remote(draft, where, self.registry) for where in draft_places
+        ]
+        ray.get([actor.pid.remote() for actor in [*self.targets, *self.drafts]], timeout=_START_TIMEOUT_S)
+        progress("linking targets and drafts")
+        self.wait_linked(len(self.drafts))
+
+    @staticmethod
+    def _actor(cls: type, where: Placement) -> Any:
+        """An actor class with its resources; it restarts when its process dies, and one that hangs doesn't block others."""
+        threads = {"env_vars": {"OMP_NUM_THREADS": str(where.threads)}}
+        return ray.remote(cls).options(
+            max_restarts=-1, max_concurrency=256, runtime_env=threads, **{**where.ray_options(), "num_cpus": 0}
+        )
+
+    def wait_linked(self, drafts: int) -> None:
+        """Blocks until every target has this many drafts; raises TimeoutError."""
+        if not all(ray.get([target.wait_linked.remote(drafts, _START_TIMEOUT_S) for target in self.targets])):
+            raise TimeoutError(f"a target did not find its {drafts} drafts")
+
+    def stream(self, request: GenerationRequest, target: int = 0) -> Iterator[TokenChunk]:
+        """The chunks of one request. Closing the iterator cancels the request."""
+        actor = self.targets[target]
+        stream = actor.generate.options(num_returns="streaming").remote(request)
+        finished = False
+        try:
+            for reference in stream:
+                chunk: TokenChunk = ray.get(reference)
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if not finished:
+                ray.get(actor.cancel.remote(request.request_id))
+
+    def close(self) -> None:
+        """Ends all actors, and Ray if this started it."""
+        for actor in [*self.targets, *self.drafts, self.registry]:
+            ray.kill(actor)
+        if self._started_ray:
+            ray.shutdown()
+
+    def __enter__(self) -> "LocalCluster":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def start_ray() -> bool:
+    """Starts Ray on this machine, without its dashboard, unless it runs already; whether it was started here."""
+    if ray.is_initialized():
+        return False
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    return True
+
+
+def count_gpus() -> int:
+    """GPUs that Ray knows of."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def bundled(name: str) -> Path:
+    """The folder of a bundled model or file, such as "code-target"."""
+    return Path(__file__).resolve().parent.parent / "models" / name

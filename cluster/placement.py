@@ -1,0 +1,45 @@
+"""Which actor runs where: its GPU, or its CPU cores and thread count."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Resources of one replica. Only the thread that runs the model is pinned; gRPC's threads go where there is room."""
+
+    cores: tuple[int, ...] = ()  # empty: any core
+    threads: int = 1  # of the model's CPU arithmetic
+    gpus: float = 0.0
+
+    @property
+    def device(self) -> str:
+        """The torch device. Ray shows an actor its own GPUs only, so the first is the right one."""
+        return "cuda" if self.gpus else "cpu"
+
+    def ray_options(self) -> dict[str, float]:
+        """Arguments of an actor's `.options`."""
+        return {"num_cpus": self.threads, "num_gpus": self.gpus}
+
+    def apply_to_thread(self) -> None:
+        """Pins the calling thread, and the arithmetic threads it will start, and sets their number."""
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
+        torch.set_num_threads(self.threads)
+
+
+def place(targets: int, drafts: int, gpus: int, threads: int = 1) -> tuple[list[Placement], list[Placement]]:
+    """Placements for (targets, drafts): a GPU each where there are enough, else `threads` cores each, in turn.
+
+    Replicas share cores only when there are fewer than replicas need.
+    """
+    total = targets + drafts
+    if gpus >= total:
+        placements = [Placement(gpus=1.0) for _ in range(total)]
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [tuple(cores[(i * threads + j) % len(cores)] for j in range(threads)) for i in range(total)]
+        placements = [Placement(cores=share, threads=threads) for share in shares]
+    return placements[:targets], placements[targets:]

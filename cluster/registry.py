@@ -1,0 +1,36 @@
+"""Who is alive, and where: draft replicas announce themselves under a lease, targets ask for them."""
+
+import time
+from dataclasses import dataclass
+
+LEASE_S = 3.0  # an announcement is believed for this long
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEntry:
+    """A live draft replica."""
+
+    name: str  # unique for each start of a replica
+    address: str  # host:port of its DraftService
+    sessions: int  # it held when it last announced itself
+
+
+class Registry:
+    """A plain class; the cluster runs one as a named actor. Times are seconds of this process's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[DraftEntry, float]] = {}
+
+    def announce(self, entry: DraftEntry) -> None:
+        """A draft is alive, for another LEASE_S seconds."""
+        self._entries[entry.name] = (entry, time.monotonic())
+
+    def withdraw(self, name: str) -> None:
+        """A draft stops; unknown names are ignored."""
+        self._entries.pop(name, None)
+
+    def drafts(self) -> list[DraftEntry]:
+        """The drafts whose lease has not run out, the least loaded first."""
+        now = time.monotonic()
+        self._entries = {name: held for name, held in self._entries.items() if now - held[1] <= LEASE_S}
+        return sorted((entry for entry, _ in self._entries.values()), key=lambda entry: entry.sessions)

@@ -1,0 +1,363 @@
+"""A target replica: continuous batching, mirrors, verification, commits. One loop; nothing in it waits for an answer.
+
+A step's life: take in requests and growth, choose each sequence's window from its mirror, run the step, tell the drafts
+what was committed, hand out the tokens.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from transformers import PreTrainedTokenizerFast
+
+from cluster.link import Link
+from cluster.placement import Placement
+from cluster.target_state import TargetState
+from cluster.trace import Trace
+from engine.budget import Patience, Window
+from engine.kv import PoolExhausted
+from engine.runner import ModelRunner
+from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_prompt
+from engine.types import Down, GenerationRequest, Origin, TokenChunk, Up
+
+logger = logging.getLogger(__name__)
+Sink = Callable[[TokenChunk], None]
+MAX_WAITING = 1024  # requests that wait for KV; more are refused
+_RENEW_EVERY_S = 5.0
+
+
+class Overloaded(RuntimeError):
+    """Too many requests wait already."""
+
+
+@dataclass
+class TargetStats:
+    """Since the replica started. Rates follow from these; they are defined in docs/ARCHITECTURE.md."""
+
+    running: int = 0  # now
+    waiting: int = 0  # now
+    drafts: int = 0  # linked now
+    requests: int = 0
+    steps: int = 0  # that committed something for somebody
+    tokens: int = 0  # committed
+    sequence_steps: int = 0  # steps that committed, counted for each sequence
+    verified: int = 0  # draft tokens in steps
+    tried: int = 0  # of them, along the walked path
+    accepted: int = 0
+    hits: int = 0  # sequence steps at whose end the mirror held a child below the new root
+    empty: int = 0  # sequence steps of attached sessions that verified nothing
+    forward_s: float = 0.0  # in steps
+    wait_s: float = 0.0  # waiting for growth after a miss
+    active_s: float = 0.0  # with at least one decoding sequence
+    prefill_s: float = 0.0  # in steps that only prefilled
+    link: dict[str, int] = field(default_factory=dict)  # cluster.target_state.Counters
+
+
+@dataclass
+class _Running:
+    """A request in the batch."""
+
+    sequence: Sequence
+    sink: Sink
+    session: int
+    buffered: list[tuple[int, Origin]] = field(default_factory=list)
+    flushed: float = 0.0
+
+
+class TargetReplica:
+    """Serves requests with one target model, helped by the drafts that are linked. A plain class: actors wrap it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        window: Window,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        placement: Placement | None = None,
+        replica: int = 0,
+        max_batch: int = 64,
+        flush_s: float = 0.0,
+        on_step: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """window: what is verified. flush_s: tokens are handed out at most this often per request.
+
+        on_step(rows, milliseconds): called after each step, for the cost model.
+        """
+        self._runner = runner
+        self._stepper = Stepper(runner)
+        self._window = window
+        self._tokenizer = tokenizer
+        self._placement = placement or Placement()
+        self._max_batch = max_batch
+        self._flush_s = flush_s
+        self._on_step = on_step
+        self._state = TargetState(runner.vocab_size, replica)
+        self._patience = Patience()
+        self._links: dict[int, Link[Down, Up]] = {}
+        self._next_draft = 0
+        self._waiting: deque[tuple[GenerationRequest, Sink]] = deque()
+        self._running: dict[str, _Running] = {}
+        self._inbox: deque[Callable[[], None]] = deque()  # done by the loop between steps
+        self._wake = threading.Event()
+        self._idle = threading.Event()
+        self._closed = False
+        self._next_renewal = time.monotonic() + _RENEW_EVERY_S
+        self._stats = TargetStats()
+        self.trace = Trace()
+        self._thread = threading.Thread(target=self._run, name="paceline-target", daemon=True)
+        self._thread.start()
+
+    # from any thread
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Queues a request; `sink` gets its chunks on the loop's thread and must be quick.
+
+        Raises InvalidRequest or Overloaded.
+        """
+        check_prompt(request, self._runner)
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} requests are waiting already")
+        self._do(lambda: self._waiting.append((request, sink)))
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request within one step; unknown ones are ignored. Its last chunk says "cancelled"."""
+        self._do(lambda: self._cancel(request_id))
+
+    def add_link(self, link: Link[Down, Up]) -> None:
+        """A draft is there."""
+        self._do(lambda: self._join(link))
+
+    def set_window(self, window: Window) -> None:
+        """From the next step on."""
+        self._do(lambda: setattr(self, "_window", window))
+
+    def stats(self) -> TargetStats:
+        """A snapshot."""
+        now = {"running": len(self._running), "waiting": len(self._waiting), "drafts": len(self._links)}
+        return TargetStats(**{**asdict(self._stats), **now, "link": asdict(self._state.counters)})
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Blocks until no request is left: True; False after `timeout_s`."""
+        return self._idle.wait(timeout_s)
+
+    def check(self) -> None:
+        """Audits everything it holds; for when it is idle. Raises AssertionError."""
+        self._runner.pool.check()
+        self._state.check()
+        assert self._state.sessions == len(self._running), "a session is left behind"
+        if not self._running:
+            assert self._runner.pool.used_pages == 0, "pages are left behind"
+
+    def close(self) -> None:
+        """Ends the loop, all requests and all links."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+        for link in self._links.values():
+            link.close()
+
+    def _do(self, action: Callable[[], None]) -> None:
+        self._idle.clear()
+        self._inbox.append(action)
+        self._wake.set()
+
+    # the loop
+
+    def _run(self) -> None:
+        self._placement.apply_to_thread()
+        while not self._closed:
+            self._wake.clear()
+            self._take_in()
+            if self._running:
+                self._step()
+            elif not self._inbox:
+                self._send()
+                self._idle.set()
+                self._wake.wait(_RENEW_EVERY_S)
+        for running in list(self._running.values()):
+            self._end(running, "cancelled")
+
+    def _step(self) -> None:
+        """One step for everybody."""
+        started = time.monotonic()
+        self._wait_on_miss()
+        plans = self._plan()
+        forward_started = time.monotonic()
+        try:
+            outcomes = self._stepper.step(plans)
+        except StepError as error:
+            self._end(self._running[error.request_id], "error", str(error))
+            return
+        forward_s = time.monotonic() - forward_started
+        self._account(plans, outcomes, forward_s, forward_started)
+        self._receive()  # what grew during the step, before the roots move
+        for running, plan, outcome in zip(list(self._running.values()), plans, outcomes, strict=True):
+            self._commit(running, plan, outcome)
+        self._send()
+        decoding = any(outcome.tokens for outcome in outcomes)
+        if decoding:
+            self._stats.active_s += time.monotonic() - started
+
+    def _plan(self) -> list[Plan]:
+        """The window of every decoding sequence that has a draft; the others run without."""
+        plans = []
+        speculating = [running for running in self._running.values() if self._can_speculate(running)]
+        trees = [self._state.mirror(running.session) for running in speculating]
+        chosen = dict(zip((running.session for running in speculating), self._window.choose(trees), strict=True))
+        for running in self._running.values():
+            nodes = chosen.get(running.session)
+            tree = self._state.mirror(running.session) if nodes is not None else None
+            plans.append(Plan(running.sequence, tree, nodes))
+        return plans
+
+    def _can_speculate(self, running: _Running) -> bool:
+        return not running.sequence.prefilling and self._state.hit(running.session)
+
+    def _wait_on_miss(self) -> None:
+        """Waits a bounded time for growth when every sequence missed: one's miss never holds up another's hit."""
+        decoding = [running for running in self._running.values() if not running.sequence.prefilling]
+        if not decoding or len(decoding) < len(self._running):
+            return
+        missed = [running for running in decoding if self._state.attached(running.session)]
+        if len(missed) < len(decoding) or any(self._state.hit(running.session) for running in missed):
+            return
+        limit_s = self._patience.limit_s()
+        if limit_s <= 0:
+            return
+        started = time.monotonic()
+        arrived = False
+        while not arrived and (left := started + limit_s - time.monotonic()) > 0:
+            self._wake.clear()
+            self._receive()
+            arrived = any(self._state.hit(running.session) for running in missed)
+            if not arrived and (self._inbox or not self._wake.wait(left)):
+                break
+        waited = time.monotonic() - started
+        self._patience.waited(waited, arrived)
+        self._stats.wait_s += waited
+        self.trace.add("wait", started, int(arrived))
+
+    def _account(self, plans: list[Plan], outcomes: list[Outcome], forward_s: float, started: float) -> None:
+        """Everything that learns from a step, and the statistics."""
+        rows = sum(1 + (len(plan.nodes) if plan.nodes is not None else 0) for plan in plans)
+        self.trace.add("target step", started, rows)
+        decoding = [outcome for outcome in outcomes if outcome.tokens]
+        if not decoding:
+            self._stats.prefill_s += forward_s
+            return
+        tokens = sum(len(outcome.tokens) for outcome in decoding)
+        accepted = sum(outcome.accepted for outcome in decoding)
+        self._stats.steps += 1
+        self._stats.sequence_steps += len(decoding)
+        self._stats.forward_s += forward_s
+        self._stats.tokens += tokens
+        self._stats.accepted += accepted
+        self._stats.tried += sum(outcome.tried for outcome in decoding)
+        self._stats.verified += rows - len(plans)
+        if len(decoding) == len(outcomes):
+            self._patience.stepped(forward_s, tokens, accepted, rows > len(plans))
+            if self._on_step is not None:
+                self._on_step(rows, 1000 * forward_s)
+
+    def _commit(self, running: _Running, plan: Plan, outcome: Outcome) -> None:
+        """Tells the draft and the client."""
+        if not outcome.tokens:
+            return
+        verified = plan.nodes is not None and len(plan.nodes) > 0
+        if verified and plan.tree is not None and plan.nodes is not None:
+            self._window.observe(plan.tree, plan.nodes, outcome.path)
+        self._stats.empty += not verified and self._state.attached(running.session)
+        self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
+        origins: list[Origin] = ["draft"] * outcome.accepted + ["target"] * (len(outcome.tokens) - outcome.accepted)
+        running.buffered += zip(outcome.tokens, origins, strict=True)
+        reason = running.sequence.finish_reason
+        if reason is not None:
+            self._end(running, reason)
+        elif time.monotonic() - running.flushed >= self._flush_s:
+            self._flush(running)
+
+    def _flush(self, running: _Running) -> None:
+        running.flushed = time.monotonic()
+        tokens, origins = zip(*running.buffered, strict=True) if running.buffered else ((), ())
+        running.buffered.clear()
+        running.sink(TokenChunk(running.sequence.request.request_id, tokens, origins))
+
+    # requests
+
+    def _take_in(self) -> None:
+        """What others asked for since the last step, then as many waiting requests as fit."""
+        while self._inbox:
+            self._inbox.popleft()()
+        self._receive()
+        if time.monotonic() > self._next_renewal:
+            self._next_renewal = time.monotonic() + _RENEW_EVERY_S
+            self._state.renewal_due()
+        while self._waiting and len(self._running) < self._max_batch:
+            request, sink = self._waiting[0]
+            try:
+                sequence = Sequence(request, self._runner, self._tokenizer)
+            except PoolExhausted as error:
+                if self._running:
+                    return  # it waits until somebody is done
+                self._waiting.popleft()
+                sink(TokenChunk(request.request_id, (), (), "error", str(error)))
+                continue
+            self._waiting.popleft()
+            self._start(request, sequence, sink)
+
+    def _start(self, request: GenerationRequest, sequence: Sequence, sink: Sink) -> None:
+        self._stats.requests += 1
+        session = self._state.session_opened(sequence.tokens, request.params)
+        running = _Running(sequence, sink, session)
+        self._running[request.request_id] = running
+        if sequence.finish_reason is not None:  # the resumed output ended already
+            self._end(running, sequence.finish_reason)
+
+    def _cancel(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            self._end(running, "cancelled")
+            return
+        for item in [item for item in self._waiting if item[0].request_id == request_id]:
+            self._waiting.remove(item)
+            item[1](TokenChunk(request_id, (), (), "cancelled"))
+
+    def _end(self, running: _Running, reason: str, error: str | None = None) -> None:
+        """Frees everything and says so to the client, with the tokens it did not get yet."""
+        request_id = running.sequence.request.request_id
+        del self._running[request_id]
+        self._runner.pool.release(running.sequence.lease)
+        self._state.session_closed(running.session)
+        tokens, origins = zip(*running.buffered, strict=True) if running.buffered else ((), ())
+        running.sink(TokenChunk(request_id, tokens, origins, reason, error))  # type: ignore[arg-type]
+
+    # drafts
+
+    def _join(self, link: Link[Down, Up]) -> None:
+        draft = self._next_draft
+        self._next_draft += 1
+        self._links[draft] = link
+        link.set_notify(self._wake.set)
+        self._state.draft_joined(draft)
+        self._send()
+
+    def _receive(self) -> None:
+        for draft, link in list(self._links.items()):
+            alive = link.alive
+            messages = link.receive()
+            if messages:
+                started = time.monotonic()
+                for message in messages:
+                    self._state.received(draft, message)
+                self.trace.add("growth", started, len(messages))
+            if not alive:
+                del self._links[draft]
+                self._state.draft_left(draft)
+
+    def _send(self) -> None:
+        for draft, messages in self._state.take_messages().items():
+            started = time.monotonic()
+            self._links[draft].send(messages)
+            self.trace.add("commit", started, len(messages))

@@ -1,0 +1,176 @@
+"""The target's side of speculation as a pure state machine: events in, messages out, no clock, socket or tensor inside.
+
+Every session has a mirror of the tree that its draft grows. Growth is grafted where it fits what was committed since, a
+commit moves the mirror's root, and the messages to each draft are collected until the loop sends them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv import HandleChain
+from engine.tree import ROOT, TokenTree
+from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
+
+COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
+MIRROR_NODES = 256  # per session; what doesn't fit is dropped
+SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
+
+
+@dataclass
+class Counters:
+    """What happened to growth."""
+
+    grown: int = 0  # nodes grafted
+    dropped: int = 0  # growth messages that fitted nothing: late, foreign or nonsense
+    healed: int = 0  # commits that asked the draft to send its subtree again
+    attached: int = 0  # times a session was given to a draft
+    reopened: int = 0  # times a draft asked for a prefix
+
+
+@dataclass
+class _Session:
+    params: SamplingParams
+    tokens: list[int]
+    chain: HandleChain
+    mirror: TokenTree
+    draft: int | None = None
+
+
+class TargetState:
+    """All sessions of one target replica, and the drafts they are given to."""
+
+    def __init__(self, vocab_size: int, replica: int = 0) -> None:
+        """replica: distinguishes this replica's session ids from those of others on the same draft."""
+        self._vocab_size = vocab_size
+        self._next_session = replica << SESSION_BITS
+        self._sessions: dict[int, _Session] = {}
+        self._drafts: dict[int, list[Down]] = {}  # messages not taken yet
+        self.counters = Counters()
+
+    # events
+
+    def draft_joined(self, draft: int) -> None:
+        """A draft can take sessions; those without one go to it."""
+        self._drafts[draft] = []
+        for session, held in self._sessions.items():
+            if held.draft is None:
+                self._attach(session, held)
+
+    def draft_left(self, draft: int) -> None:
+        """A draft is gone: its sessions go to another, if there is one. Mirrors stay: their nodes are as good as before."""
+        self._drafts.pop(draft, None)
+        for session, held in self._sessions.items():
+            if held.draft == draft:
+                held.draft = None
+                self._attach(session, held)
+
+    def session_opened(self, tokens: Sequence[int], params: SamplingParams) -> int:
+        """A sequence starts; the new session's id."""
+        session = self._next_session
+        self._next_session += 1
+        held = _Session(params, list(tokens), HandleChain(tokens), TokenTree(tokens[-1], MIRROR_NODES))
+        self._sessions[session] = held
+        self._attach(session, held)
+        return session
+
+    def tokens_committed(self, session: int, tokens: Sequence[int]) -> bool:
+        """A step committed tokens (at least one); whether the mirror holds a child below the new root: a hit."""
+        held = self._sessions[session]
+        held.tokens.extend(tokens)
+        held.chain.extend(tokens)
+        hit = held.mirror.commit(tokens).children > 0
+        if held.draft is not None:
+            tail = held.tokens[-max(len(tokens), COMMIT_TAIL) :]
+            self._drafts[held.draft].append(Commit(session, held.chain.handle, tuple(tail), hit))
+            self.counters.healed += not hit
+        return hit
+
+    def session_closed(self, session: int) -> None:
+        """A sequence ended."""
+        held = self._sessions.pop(session)
+        if held.draft is not None:
+            self._drafts[held.draft].append(Close((session,)))
+
+    def received(self, draft: int, message: Up) -> None:
+        """A draft said something; what makes no sense is counted and dropped."""
+        if isinstance(message, NeedPrefix):
+            for session in message.sessions:
+                held = self._sessions.get(session)
+                if held is not None and held.draft == draft:
+                    self.counters.reopened += 1
+                    self._open(session, held)
+        else:
+            self.counters.dropped += not self._graft(message)
+
+    def renewal_due(self) -> None:
+        """Time to tell every draft which sessions still live."""
+        for draft, messages in self._drafts.items():
+            live = tuple(session for session, held in self._sessions.items() if held.draft == draft)
+            if live:
+                messages.append(Renew(live))
+
+    # what the loop asks for
+
+    def mirror(self, session: int) -> TokenTree:
+        """The session's mirror; its root is the last committed token."""
+        return self._sessions[session].mirror
+
+    def hit(self, session: int) -> bool:
+        """Whether the mirror holds a child below the root."""
+        return self._sessions[session].mirror.size > 1
+
+    def attached(self, session: int) -> bool:
+        """Whether a draft works for this session."""
+        return self._sessions[session].draft is not None
+
+    def take_messages(self) -> dict[int, list[Down]]:
+        """The messages for each draft since the last call."""
+        taken = {draft: messages for draft, messages in self._drafts.items() if messages}
+        for draft in taken:
+            self._drafts[draft] = []
+        return taken
+
+    def check(self) -> None:
+        """Raises AssertionError unless the state is consistent."""
+        for held in self._sessions.values():
+            held.mirror.check()
+            assert held.mirror.token[ROOT] == held.tokens[-1], "a mirror's root is not the last committed token"
+            assert held.chain.handle.length == len(held.tokens)
+            assert held.draft is None or held.draft in self._drafts, "a session is with a draft that left"
+
+    @property
+    def sessions(self) -> int:
+        """How many there are."""
+        return len(self._sessions)
+
+    def _attach(self, session: int, held: _Session) -> None:
+        """Gives a session to the draft with the fewest."""
+        if self._drafts:
+            loads = dict.fromkeys(self._drafts, 0)
+            for other in self._sessions.values():
+                if other.draft is not None:
+                    loads[other.draft] += 1
+            held.draft = min(loads, key=lambda draft: loads[draft])
+            self.counters.attached += 1
+            self._open(session, held)
+
+    def _open(self, session: int, held: _Session) -> None:
+        assert held.draft is not None
+        self._drafts[held.draft].append(Open(session, tuple(held.tokens), held.params))
+
+    def _graft(self, growth: Growth) -> bool:
+        """Merges growth into its session's mirror; whether anything of it fitted."""
+        held = self._sessions.get(growth.session)
+        if held is None or not held.chain.names(growth.base) or not self._sane(growth):
+            return False
+        confidences = np.nan_to_num(growth.confidences, nan=0.0).clip(0.0, 1.0)
+        committed = held.tokens[growth.base.length :]
+        grafted = held.mirror.graft(committed, growth.parents, growth.tokens, confidences)
+        self.counters.grown += grafted
+        return grafted > 0
+
+    def _sane(self, growth: Growth) -> bool:
+        tokens = growth.tokens
+        return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size
