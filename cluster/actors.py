@@ -90,8 +90,9 @@ def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5
 class TargetActor:
     """A target replica in its own process; it looks for drafts by itself."""
 
-    def __init__(self, config: TargetConfig, placement: Placement, registry: Any, index: int = 0) -> None:
-        placement.apply_to_thread()
+    def __init__(self, config: TargetConfig, placement: Placement, registry: str, index: int = 0) -> None:
+        """registry: the name of the Registry actor."""
+        placement.apply_to_process()
         runner = ModelRunner(
             config.model,
             kv_tokens=config.kv_tokens,
@@ -102,7 +103,7 @@ class TargetActor:
         cost = CostModel()
         warm_up(runner, cost)
         self._cost = cost
-        self._registry = registry
+        self._registry = ray.get_actor(registry)
         self._replica = TargetReplica(
             runner,
             make_window(config.window, config.window_size, cost),
@@ -213,9 +214,10 @@ class TargetActor:
 class DraftActor:
     """A draft replica in its own process; it serves DraftService and announces itself."""
 
-    def __init__(self, config: DraftConfig, placement: Placement, registry: Any) -> None:
-        placement.apply_to_thread()
-        self._registry = registry
+    def __init__(self, config: DraftConfig, placement: Placement, registry: str) -> None:
+        """registry: the name of the Registry actor."""
+        placement.apply_to_process()
+        self._registry = ray.get_actor(registry)
         self._replica = DraftReplica(make_drafter(config, placement), placement)
         self._server = DraftServer(config.host, config.port, self._replica.add_link)
         self._name = uuid.uuid4().hex

@@ -1,5 +1,7 @@
 """A whole cluster on this machine: Ray, a registry, targets and drafts. The demo, the CLI and the benchmarks use it."""
 
+import logging
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -34,14 +36,16 @@ class LocalCluster:
         progress("starting Ray")
         self._started_ray = start_ray()
         target_places, draft_places = placements or place(targets, drafts, count_gpus(), threads)
-        self.registry = ray.remote(Registry).options(num_cpus=0).remote()
+        # By name: an actor that got a handle as an argument could not be restarted once the handle is gone.
+        registry = f"paceline-registry-{uuid.uuid4().hex}"
+        self.registry = ray.remote(Registry).options(num_cpus=0, name=registry).remote()
         progress("loading the models")
         self.targets: list[Any] = [
-            self._actor(TargetActor, where).remote(target, where, self.registry, index)
+            self._actor(TargetActor, where).remote(target, where, registry, index)
             for index, where in enumerate(target_places)
         ]
         self.drafts: list[Any] = [
-            self._actor(DraftActor, where).remote(draft, where, self.registry) for where in draft_places
+            self._actor(DraftActor, where).remote(draft, where, registry) for where in draft_places
         ]
         ray.get([actor.pid.remote() for actor in [*self.targets, *self.drafts]], timeout=_START_TIMEOUT_S)
         progress("linking targets and drafts")
@@ -92,6 +96,7 @@ def start_ray() -> bool:
     """Starts Ray on this machine, without its dashboard, unless it runs already; whether it was started here."""
     if ray.is_initialized():
         return False
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would announce that its tokens protect this cluster
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     return True
 

@@ -27,6 +27,10 @@ class Placement:
         """Pins the calling thread, and the arithmetic threads it will start, and sets their number."""
         if self.cores:
             os.sched_setaffinity(0, self.cores)
+        self.apply_to_process()
+
+    def apply_to_process(self) -> None:
+        """Sets the number of arithmetic threads. Pins nothing: threads inherit the cores of the one that starts them."""
         torch.set_num_threads(self.threads)
 
 

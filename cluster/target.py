@@ -169,9 +169,10 @@ class TargetReplica:
         self._placement.apply_to_thread()
         while not self._closed:
             self._wake.clear()
+            started = time.monotonic()
             self._take_in()
             if self._running:
-                self._step()
+                self._step(started)
             elif not self._inbox:
                 self._send()
                 self._idle.set()
@@ -179,9 +180,8 @@ class TargetReplica:
         for running in list(self._running.values()):
             self._end(running, "cancelled")
 
-    def _step(self) -> None:
-        """One step for everybody."""
-        started = time.monotonic()
+    def _step(self, started: float) -> None:
+        """One step for everybody; it began at `started`, with what came in before it."""
         self._wait_on_miss()
         plans = self._plan()
         forward_started = time.monotonic()

@@ -4,7 +4,6 @@ The model's own code runs unchanged; an attention function registered with trans
 and values to the pool and lets every row see its own path: the committed prefix, then its ancestors in the tree.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from engine.checkpoint import ModelError, check_checkpoint
+from engine.cpu import speed_up
 from engine.kv import SCRATCH_SLOT, KVPool, Lease
 from engine.types import BoolArray, IntArray
 
@@ -22,10 +23,6 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
 _BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # row counts the model is called with; above, multiples of 64
 _KEY_BUCKET = 64  # invariant mode: a row at position p attends over p + 1 keys rounded up to this
-
-
-class ModelError(ValueError):
-    """A checkpoint that can't be loaded or run; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +66,6 @@ def pick_dtype(name: Dtype, device: str) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def check_checkpoint(path: Path) -> dict[str, Any]:
-    """The checkpoint's config.json; raises ModelError before anything slow when the folder is not a usable checkpoint."""
-    config = path / "config.json"
-    if not config.is_file():
-        raise ModelError(f"no model at {path}: it has no config.json")
-    try:
-        values: dict[str, Any] = json.loads(config.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{config} can't be read: {error}") from None
-    if not any(path.glob("*.safetensors")):
-        raise ModelError(f"no weights at {path}: it has no .safetensors file")
-    if "vocab_size" not in values:
-        raise ModelError(f"{config} names no vocab_size")
-    return values
-
-
 class ModelRunner:
     """A causal language model on one device, with a KV pool for many sequences.
 
@@ -116,6 +97,7 @@ class ModelRunner:
         heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.pool = KVPool(config.num_hidden_layers, heads, head_dim, kv_tokens, self.dtype, device)
+        self._fold = int(config.num_attention_heads) // heads  # query heads that share a KV head
 
     def _load(self) -> Any:
         AttentionInterface.register(ATTENTION, _attend)
@@ -127,13 +109,13 @@ class ModelRunner:
             raise ModelError(f"{self.path} can't be loaded: {str(error).splitlines()[0]}") from error
         model = model.to(self.device).eval().requires_grad_(False)
         if self.device == "cpu":
-            pack_linears(model)
+            speed_up(model)
         return model
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
         """Runs all rows in order and writes their KV; returns the wanted rows' logits, float32 [wanted rows, vocab_size]."""
-        layout = _Layout(self.pool, batch, self.invariant)
+        layout = _Layout(self.pool, batch, self.invariant, self._fold)
         wanted = [i for rows, start in zip(batch, layout.starts, strict=True) for i in _wanted(rows, start)]
         total = len(layout.tokens)
         size = self._rows if self.invariant else total
@@ -176,10 +158,11 @@ def _wanted(rows: SequenceRows, start: int) -> range:
 class _Layout:
     """Where the rows of one forward pass write and what they see; built once, used by every layer."""
 
-    def __init__(self, pool: KVPool, batch: Sequence[SequenceRows], invariant: bool) -> None:
+    def __init__(self, pool: KVPool, batch: Sequence[SequenceRows], invariant: bool, fold: int) -> None:
         self._pool = pool
         self._batch = batch
         self._invariant = invariant
+        self._fold = fold
         counts = [len(rows.tokens) for rows in batch]
         self.starts = [sum(counts[:i]) for i in range(len(counts))]
         self.tokens = [token for rows in batch for token in rows.tokens]
@@ -212,11 +195,11 @@ class _Layout:
         return torch.from_numpy(slots.astype(np.int64)).to(self._pool.data.device)
 
     def _bias(self, mask: BoolArray) -> "torch.Tensor | None":
-        """What is added to the scores: 0 where visible, -inf elsewhere; None where everything is visible."""
+        """What is added to the scores of folded heads: 0 where visible, else -inf; None where everything is visible."""
         if mask.all():
             return None
-        visible = torch.from_numpy(mask).to(self._pool.data.device)
-        return torch.zeros(mask.shape, dtype=self._pool.data.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        hidden = torch.from_numpy(~np.tile(mask, (self._fold, 1))).to(self._pool.data.device)
+        return torch.zeros(hidden.shape, dtype=self._pool.data.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
     def _gathered(self, start: int, stop: int) -> "list[_Group]":
         """Every row by itself: its keys in position order, padded to a length that its position alone decides."""
@@ -243,7 +226,8 @@ class _Layout:
 class _Group:
     """Rows that attend in one call.
 
-    keys: a slice or [keys] when the rows share them under `bias` [rows, keys]; [rows, keys] when each row has its own.
+    keys: a slice or [keys] when the rows share them under `bias` [query heads per KV head x rows, keys]; [rows, keys] when
+    each row has its own, with `bias` of the same shape.
     """
 
     rows: Sequence[int]
@@ -278,9 +262,8 @@ def _shared(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _G
     heads, n, dim = q.shape
     kv_heads = keys.shape[0]
     folded = q.reshape(kv_heads, heads // kv_heads * n, dim)
-    bias = group.bias.repeat(heads // kv_heads, 1) if group.bias is not None else None
     k, v = keys[:, group.keys], values[:, group.keys]
-    out = F.scaled_dot_product_attention(folded[None], k[None], v[None], attn_mask=bias, scale=scale)
+    out = F.scaled_dot_product_attention(folded[None], k[None], v[None], attn_mask=group.bias, scale=scale)
     return out.view(heads, n, dim).transpose(0, 1)
 
 
@@ -312,33 +295,3 @@ def _attend(
     store[0].index_copy_(1, paceline.write, key[0])
     store[1].index_copy_(1, paceline.write, value[0])
     return paceline.attend(layer, query[0], scaling)[None], None
-
-
-class PackedLinear(torch.nn.Module):
-    """A linear layer whose weight is laid out once for oneDNN; `F.linear` does so on every call.
-
-    A single row goes through `F.linear`: a matrix-vector product gains nothing from packing.
-    """
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in_features]."""
-        if x.numel() == x.shape[-1]:
-            return F.linear(x, self.weight, self.bias)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return out
-
-
-def pack_linears(model: torch.nn.Module) -> None:
-    """Replaces every linear layer of a CPU model by a packed one, where this machine's oneDNN can pack its dtype."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            can = child.__class__ is torch.nn.Linear and (
-                child.weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            )
-            if can:
-                setattr(module, name, PackedLinear(child))

@@ -23,9 +23,12 @@ class InvalidRequest(ValueError):
     """A field of a request is out of range; `param` names the field."""
 
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(f"{param}: {message}")
+        super().__init__(param, message)  # both, or it could not be pickled out of an actor
         self.param = param
         self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.param}: {self.message}"
 
 
 def require(condition: bool, param: str, message: str) -> None:

@@ -1,0 +1,215 @@
+"""Does a pipelined pair beat the best sequential one? One stream, all contenders interleaved in one run.
+
+    python benchmarks/pipeline.py --json build/pipeline.json
+
+Contenders, on the same checkpoints, prompts and token counts:
+  plain, sequential         one core: the target alone; target and draft taking turns, at each fixed k
+  ... two cores             the same with two threads on two cores
+  pipelined                 target and draft as two actors, a core each
+tokens/s count decoding only: prefill is excluded, and so are the first prompts (warm-up).
+"""
+
+import json
+import os
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import ray
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from cluster.actors import DraftConfig, TargetConfig
+from cluster.draft import DraftStats
+from cluster.local import LocalCluster, bundled
+from cluster.placement import Placement
+from cluster.sequential import SequentialActor, Timed
+from cluster.target import TargetStats
+from engine.runner import Dtype
+from engine.text import load_tokenizer
+from engine.types import GenerationRequest, SamplingParams
+
+CHAINS = (1, 2, 3, 4, 5, 6, 8)  # fixed k of the sequential contender; the best counts
+console = Console(stderr=True)
+
+
+@dataclass
+class Totals:
+    """What one contender did over all prompts."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    accepted: int = 0
+    tried: int = 0
+    rates: list[float] = field(default_factory=list)  # tokens/s of each prompt
+
+    def add(self, tokens: int, seconds: float, steps: int, accepted: int, tried: int) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+        self.steps += steps
+        self.accepted += accepted
+        self.tried += tried
+        self.rates.append(tokens / seconds)
+
+    @property
+    def tps(self) -> float:
+        return self.tokens / self.seconds
+
+
+def start_sequential(where: Placement, target: Path, draft: Path, dtype: Dtype, invariant: bool) -> Any:
+    """The one-process contender as an actor."""
+    threads = {"env_vars": {"OMP_NUM_THREADS": str(where.threads)}}
+    actor = ray.remote(SequentialActor).options(num_cpus=0, runtime_env=threads)
+    return actor.remote(target, draft, dtype, where, invariant)
+
+
+def run_sequential(actor: Any, request: GenerationRequest, k: int, totals: Totals) -> list[int]:
+    """One prompt through the one-process contender; its tokens."""
+    timed: Timed = ray.get(actor.run.remote(request, k))
+    g = timed.generation
+    totals.add(len(g.tokens), timed.seconds, g.steps, g.accepted, g.tried)
+    return g.tokens
+
+
+def run_pipelined(cluster: LocalCluster, request: GenerationRequest, totals: Totals) -> tuple[list[int], TargetStats]:
+    """One prompt through the two actors; its tokens, and the target's statistics for it alone."""
+    before: TargetStats = ray.get(cluster.targets[0].stats.remote())
+    tokens = [token for chunk in cluster.stream(request) for token in chunk.tokens]
+    after: TargetStats = ray.get(cluster.targets[0].stats.remote())
+    spent = difference(after, before)
+    totals.add(spent.tokens, spent.active_s, spent.sequence_steps, spent.accepted, spent.tried)
+    return tokens, spent
+
+
+def difference(after: TargetStats, before: TargetStats) -> TargetStats:
+    """Counters of what happened in between."""
+    names = [name for name in TargetStats.__dataclass_fields__ if name != "link"]
+    return TargetStats(**{name: getattr(after, name) - getattr(before, name) for name in names})
+
+
+def measure(
+    cluster: LocalCluster, one: Any, two: Any, requests: list[GenerationRequest], warm: int, chains: tuple[int, ...]
+) -> dict[str, Any]:
+    """All contenders over all requests, prompt by prompt; the JSON's entry for one temperature."""
+    totals: dict[str, Totals] = defaultdict(Totals)
+    spent: list[TargetStats] = []
+    differing: list[str] = []
+    draft_before: DraftStats = ray.get(cluster.drafts[0].stats.remote())
+    for index, request in enumerate(track(requests, f"T = {requests[0].params.temperature:g}", console=console)):
+        if index == warm:
+            totals.clear()
+            spent.clear()
+        outputs = {"plain": run_sequential(one, request, 0, totals["plain"])}
+        outputs["pipelined"], stats = run_pipelined(cluster, request, totals["pipelined"])
+        spent.append(stats)
+        outputs["plain two cores"] = run_sequential(two, request, 0, totals["plain two cores"])
+        for k in chains:
+            outputs[f"sequential {k}"] = run_sequential(one, request, k, totals[f"sequential {k}"])
+            name = f"sequential two cores {k}"
+            outputs[name] = run_sequential(two, request, k, totals[name])
+        differing += [f"{request.request_id} {n}" for n, tokens in outputs.items() if tokens != outputs["plain"]]
+    draft_after: DraftStats = ray.get(cluster.drafts[0].stats.remote())
+    return summary(totals, spent, differing, (draft_before, draft_after), chains)
+
+
+def summary(
+    totals: dict[str, Totals],
+    spent: list[TargetStats],
+    differing: list[str],
+    draft: tuple[DraftStats, DraftStats],
+    chains: tuple[int, ...],
+) -> dict[str, Any]:
+    """The figures of one temperature; definitions in docs/ARCHITECTURE.md."""
+    pipelined = totals["pipelined"]
+    steps = sum(stats.sequence_steps for stats in spent)
+    active = sum(stats.active_s for stats in spent)
+    forward = sum(stats.forward_s for stats in spent)
+    best = max(chains, key=lambda k: totals[f"sequential {k}"].tps)
+    best_two = max(chains, key=lambda k: totals[f"sequential two cores {k}"].tps)
+    draft_steps = draft[1].steps - draft[0].steps
+    rates = statistics.quantiles(pipelined.rates, n=4) if len(pipelined.rates) > 1 else pipelined.rates * 3
+    return {
+        "plain_tps": round(totals["plain"].tps, 1),
+        "sequential_tps": round(totals[f"sequential {best}"].tps, 1),
+        "sequential_k": best,
+        "sequential_tps_by_k": {k: round(totals[f"sequential {k}"].tps, 1) for k in chains},
+        "plain_two_cores_tps": round(totals["plain two cores"].tps, 1),
+        "sequential_two_cores_tps": round(totals[f"sequential two cores {best_two}"].tps, 1),
+        "sequential_two_cores_k": best_two,
+        "pipelined_tps": round(pipelined.tps, 1),
+        "pipelined_tps_quartiles": [round(rate, 1) for rate in rates],
+        "pipelined_over_sequential": round(pipelined.tps / totals[f"sequential {best}"].tps, 3),
+        "tokens_per_step": round(pipelined.tokens / steps, 3),
+        "acceptance": round(pipelined.accepted / max(1, pipelined.tried), 3),
+        "hit_rate": round(sum(stats.hits for stats in spent) / steps, 3),
+        "empty_step_share": round(sum(stats.empty for stats in spent) / steps, 3),
+        "target_idle": round(1 - forward / active, 3),
+        "target_wait": round(sum(stats.wait_s for stats in spent) / active, 3),
+        "verified_per_step": round(sum(stats.verified for stats in spent) / steps, 2),
+        "target_step_ms": round(1000 * forward / sum(stats.steps for stats in spent), 2),
+        "draft_step_ms": round(1000 * (draft[1].busy_s - draft[0].busy_s) / max(1, draft_steps), 2),
+        "all_equal": not differing,
+        "differing": differing,
+        "tokens": pipelined.tokens,
+    }
+
+
+def requests_of(prompts: list[tuple[int, ...]], temperature: float, tokens: int) -> list[GenerationRequest]:
+    """One request for each prompt."""
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=tokens) for i in range(len(prompts))]
+    return [
+        GenerationRequest(f"t{temperature:g}-{i}", prompt, p)
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+def report(results: dict[str, Any]) -> None:
+    """The main figures as a table."""
+    names = ("plain_tps", "sequential_tps", "plain_two_cores_tps", "sequential_two_cores_tps", "pipelined_tps")
+    more = ("pipelined_over_sequential", "tokens_per_step", "acceptance", "hit_rate", "empty_step_share", "target_idle")
+    table = Table("", *(key for key in ("T0", "T1") if key in results))
+    for name in (*names, *more, "target_step_ms", "draft_step_ms", "all_equal"):
+        table.add_row(name, *(str(results[key][name]) for key in ("T0", "T1") if key in results))
+    console.print(table)
+
+
+def main(
+    target: Annotated[Path, typer.Option(help="checkpoint of the target")] = bundled("code-target"),
+    draft: Annotated[Path, typer.Option(help="checkpoint of the draft")] = bundled("code-draft"),
+    prompts: Annotated[Path, typer.Option(help="one JSON string a line")] = bundled("heldout.jsonl"),
+    json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/pipeline.json"),
+    count: Annotated[int, typer.Option(help="prompts, warm-up included")] = 8,
+    warm: Annotated[int, typer.Option(help="of them, the first ones that are not counted")] = 2,
+    tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
+    chains: Annotated[str, typer.Option(help="fixed k to try")] = ",".join(map(str, CHAINS)),
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    invariant: Annotated[bool, typer.Option(help="bits that don't depend on the batch")] = False,
+) -> None:
+    """Measures plain, sequential and pipelined decoding at T = 0 and T = 1."""
+    tokenizer = load_tokenizer(target)
+    texts = [json.loads(line) for line in prompts.read_text().splitlines()[:count]]
+    ids = [tuple(tokenizer(text)["input_ids"]) for text in texts]
+    kind: Dtype = dtype  # type: ignore[assignment]
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    first, both = Placement(cores=(cores[0],)), Placement(cores=tuple(cores), threads=2)
+    config = TargetConfig(target, kind, invariant=invariant)
+    tried = tuple(int(k) for k in chains.split(","))
+    with LocalCluster(config, DraftConfig(draft, kind), progress=console.print) as cluster:
+        one, two = (start_sequential(where, target, draft, kind, invariant) for where in (first, both))
+        results: dict[str, Any] = {}
+        for key, temperature in (("T0", 0.0), ("T1", 1.0)):
+            results[key] = measure(cluster, one, two, requests_of(ids, temperature, tokens), warm, tried)
+            results[key] |= {"dtype": dtype, "mode": "invariant" if invariant else "fast"}
+    report(results)
+    json_file.parent.mkdir(parents=True, exist_ok=True)
+    json_file.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"written: {json_file}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
