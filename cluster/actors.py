@@ -82,7 +82,7 @@ def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5
                 runner.forward(batch)
                 times.append(time.monotonic() - started)
             if cost is not None:
-                cost.observe(rows, 1000 * sorted(times)[repeats // 2])
+                cost.start(rows, 1000 * sorted(times)[repeats // 2])
     finally:
         runner.pool.release(lease)
 
@@ -100,7 +100,7 @@ class TargetActor:
             device=placement.device,
             invariant=config.invariant,
         )
-        cost = CostModel()
+        cost = CostModel(runner.called_with)
         warm_up(runner, cost)
         self._cost = cost
         self._registry = ray.get_actor(registry)

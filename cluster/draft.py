@@ -11,7 +11,7 @@ from cluster.placement import Placement
 from cluster.trace import Trace
 from engine.drafters import Drafter
 from engine.kv import PoolExhausted
-from engine.types import Down, Up
+from engine.types import Down, Growth, Up
 
 logger = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 1.0
@@ -160,8 +160,8 @@ class DraftReplica:
                 if messages:
                     link.send(messages)
 
-    def _growths(self, stream: int) -> list[Up]:
-        growths: list[Up] = []
+    def _growths(self, stream: int) -> list[Growth]:
+        growths: list[Growth] = []
         started = time.monotonic()
         for key in [key for key in self._fresh if self._state.stream_of(key) == stream]:
             del self._fresh[key]
@@ -169,5 +169,5 @@ class DraftReplica:
             if growth is not None:
                 growths.append(growth)
         if growths:
-            self.trace.add("growth", started, len(growths))
+            self.trace.add("growth", started, sum(len(growth.tokens) for growth in growths))
         return growths

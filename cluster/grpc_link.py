@@ -35,10 +35,11 @@ class LinkOptions:
 
     def channel_arguments(self) -> list[tuple[str, int]]:
         """The same for client and server: a peer that pings more often than the other allows is cut off."""
-        time_ms = round(1000 * self.keepalive_time_s)
+        time_ms, timeout_ms = round(1000 * self.keepalive_time_s), round(1000 * self.keepalive_timeout_s)
         return [
             ("grpc.keepalive_time_ms", time_ms),
-            ("grpc.keepalive_timeout_ms", round(1000 * self.keepalive_timeout_s)),
+            ("grpc.keepalive_timeout_ms", timeout_ms),
+            ("grpc.http2.ping_timeout_ms", timeout_ms),  # else a ping may go unanswered for a minute
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),  # no limit
             ("grpc.http2.min_ping_interval_without_data_ms", time_ms // 2),

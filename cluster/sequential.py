@@ -1,6 +1,7 @@
 """Plain and sequential decoding behind the same kind of actor as the pipelined target, to compare with."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from cluster.placement import Placement
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import Dtype, ModelRunner
+from engine.tree import Moved
 from engine.types import GenerationRequest
 from engine.windows import FixedChain
 
@@ -19,6 +21,25 @@ class Timed:
 
     generation: Generation
     seconds: float  # of the steps that committed tokens, drafting included, prefill excluded
+    drafting_s: float = 0.0  # of `seconds`: the target had nothing to do
+
+
+class _TimedDrafter(ModelDrafter):
+    """Counts the seconds that the target spends waiting for it."""
+
+    spent_s = 0.0
+
+    def commit(self, session: int, tokens: Sequence[int]) -> Moved:
+        started = time.monotonic()
+        moved = super().commit(session, tokens)
+        self.spent_s += time.monotonic() - started
+        return moved
+
+    def grow(self) -> list[int]:
+        started = time.monotonic()
+        grown = super().grow()
+        self.spent_s += time.monotonic() - started
+        return grown
 
 
 class SequentialActor:
@@ -30,17 +51,17 @@ class SequentialActor:
         self._draft = ModelRunner(draft, dtype=dtype, device=placement.device)
         for runner in (self._target, self._draft):
             warm_up(runner)
-        self._drafter = ModelDrafter(self._draft, Growing(rows=1, children=1))
+        self._drafter = _TimedDrafter(self._draft, Growing(rows=1, children=1))
 
     def run(self, request: GenerationRequest, k: int, margins: bool = False) -> Timed:
         """Decodes one request with chains of k draft tokens; k = 0 is plain decoding."""
         speculation = Speculation(self._drafter, FixedChain(k), k) if k else None
         generation = Generation(request)
-        seconds = 0.0
+        seconds, drafted_s = 0.0, self._drafter.spent_s
         mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], speculation, margins=margins):
             now = time.monotonic()
             seconds += (now - mark) * bool(outcome.tokens)
             mark = now
             record(generation, outcome)
-        return Timed(generation, seconds)
+        return Timed(generation, seconds, self._drafter.spent_s - drafted_s)

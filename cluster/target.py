@@ -21,7 +21,7 @@ from engine.budget import Patience, Window
 from engine.kv import PoolExhausted
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_prompt
-from engine.types import Down, GenerationRequest, Origin, TokenChunk, Up
+from engine.types import Commit, Down, GenerationRequest, Growth, Origin, TokenChunk, Up
 
 logger = logging.getLogger(__name__)
 Sink = Callable[[TokenChunk], None]
@@ -351,7 +351,8 @@ class TargetReplica:
                 started = time.monotonic()
                 for message in messages:
                     self._state.received(draft, message)
-                self.trace.add("growth", started, len(messages))
+                nodes = sum(len(message.tokens) for message in messages if isinstance(message, Growth))
+                self.trace.add("growth", started, nodes)
             if not alive:
                 del self._links[draft]
                 self._state.draft_left(draft)
@@ -360,4 +361,6 @@ class TargetReplica:
         for draft, messages in self._state.take_messages().items():
             started = time.monotonic()
             self._links[draft].send(messages)
-            self.trace.add("commit", started, len(messages))
+            commits = sum(isinstance(message, Commit) for message in messages)
+            if commits:
+                self.trace.add("commit", started, commits)

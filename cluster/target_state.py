@@ -59,12 +59,13 @@ class TargetState:
                 self._attach(session, held)
 
     def draft_left(self, draft: int) -> None:
-        """A draft is gone: its sessions go to another, if there is one. Mirrors stay: their nodes are as good as before."""
+        """A draft is gone: its sessions go to another, if there is one. Mirrors stay, their nodes are as good as before."""
         self._drafts.pop(draft, None)
-        for session, held in self._sessions.items():
-            if held.draft == draft:
-                held.draft = None
-                self._attach(session, held)
+        orphans = {session: held for session, held in self._sessions.items() if held.draft == draft}
+        for held in orphans.values():
+            held.draft = None
+        for session, held in orphans.items():
+            self._attach(session, held)
 
     def session_opened(self, tokens: Sequence[int], params: SamplingParams) -> int:
         """A sequence starts; the new session's id."""

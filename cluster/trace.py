@@ -17,7 +17,7 @@ class Span:
     kind: Kind
     start: float
     end: float
-    amount: int  # rows of a step, tokens of a commit, nodes of a growth
+    amount: int  # rows of a target step, sessions of a draft step, nodes of a growth, commits sent or tokens applied
 
 
 class Trace:

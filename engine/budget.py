@@ -4,7 +4,7 @@ The goodput window maximises expected tokens per second, as SmartSpec does for c
 https://arxiv.org/abs/2406.14066): nodes are taken in order of their probability while they earn more than they cost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,12 +39,13 @@ class Calibration:
     def paths(self, tree: TokenTree) -> FloatArray:
         """Calibrated probability that the target's walk reaches each node, float32 [tree.size]."""
         n = tree.size
-        given_parent = self.probability(tree.confidence[:n], tree.depth[:n]).tolist()
-        out = [1.0] * n
-        parents = tree.parent[:n].tolist()
-        for node in range(1, n):
-            out[node] = out[parents[node]] * given_parent[node]
-        return np.asarray(out, np.float32)
+        out = self.probability(tree.confidence[:n], tree.depth[:n])
+        out[ROOT] = 1.0
+        depth = tree.depth[:n]
+        for level in range(2, int(depth.max(initial=0)) + 1):
+            nodes = np.flatnonzero(depth == level)
+            out[nodes] *= out[tree.parent[nodes]]
+        return out
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns from a step: of the verified `nodes`, those below the walked path were tried, those on it hit."""
@@ -68,15 +69,30 @@ class Calibration:
 
 
 class CostModel:
-    """Milliseconds of a target step by number of rows, learned while serving; interpolated between what was seen."""
+    """Milliseconds of a target step by number of rows, learned while serving; interpolated between what was seen.
 
-    def __init__(self, seen: dict[int, float] | None = None) -> None:
-        """seen: first measurements, milliseconds by rows."""
-        self._seen = dict(seen or {})
+    First measurements, taken before serving, are believed less and less: what is seen at one number of rows also says how
+    far off the first measurements at the others are.
+    """
+
+    def __init__(self, bucket: Callable[[int], int] = lambda rows: rows) -> None:
+        """bucket: the number of rows that the model is really called with."""
+        self._bucket = bucket
+        self._first: dict[int, float] = {}
+        self._seen: dict[int, float] = {}
+        self._off = 1.0  # seen / first, lately
         self._table: FloatArray | None = None
+
+    def start(self, rows: int, milliseconds: float) -> None:
+        """A first measurement."""
+        self._first[rows] = milliseconds
+        self._table = None
 
     def observe(self, rows: int, milliseconds: float) -> None:
         """Learns from one step, slowly: a single slow step is noise."""
+        rows = self._bucket(rows)
+        if rows in self._first:
+            self._off += 0.05 * (min(milliseconds / self._first[rows], 4.0) - self._off)
         old = self._seen.get(rows)
         self._seen[rows] = milliseconds if old is None else old + 0.05 * (milliseconds - old)
         self._table = None
@@ -88,14 +104,15 @@ class CostModel:
         return self._table[: rows + 1]
 
     def _interpolate(self, rows: int) -> FloatArray:
-        if not self._seen:
+        known = {point: value * self._off for point, value in self._first.items()} | self._seen
+        if not known:
             return np.ones(rows + 1, np.float32)
-        points = sorted(self._seen)
-        values = np.maximum.accumulate([self._seen[point] for point in points])
+        points = sorted(known)
+        values = np.maximum.accumulate([known[point] for point in points])
+        called = np.asarray([self._bucket(row) for row in range(rows + 1)])
         # past the last point the cost is taken to grow in proportion
-        beyond = values[-1] * np.maximum(np.arange(rows + 1) / points[-1], 1.0)
-        inside = np.interp(np.arange(rows + 1), points, values)
-        return np.maximum(inside, beyond).astype(np.float32)
+        beyond = values[-1] * np.maximum(called / points[-1], 1.0)
+        return np.maximum(np.interp(called, points, values), beyond).astype(np.float32)
 
 
 class Window(Protocol):
@@ -151,33 +168,47 @@ class GoodputWindow:
 
 
 class Patience:
-    """How long a missed sequence may wait for growth before its step starts without: at most what the growth is worth.
+    """How long a step that missed may wait for growth before it starts without.
 
-    A draft token that is accepted saves the time that a token takes; so growth is worth (accepted tokens per step) x
-    (time per token). Growth that doesn't come in time teaches not to wait for it.
+    Growth that comes in time saves (tokens accepted after a wait) x (seconds per token) less what verifying them costs. If it
+    usually comes sooner than that, it is worth waiting for, though never much longer; else the step starts at once, and only
+    now and then is it looked again how long growth takes.
     """
 
-    _RATE = 0.05  # weight of the newest observation
+    _RATE = 0.1  # weight of the newest observation
+    _LOOK_EVERY = 16  # misses
 
     def __init__(self) -> None:
-        self._accepted = 1.0  # per step that verified something
-        self._token_s = 0.0  # seconds per token
-        self._arrives = 1.0  # share of waits that ended with growth
-        self._waits = 0
+        self._misses = 0
+        self._waited = False  # before the step that comes
+        self._reaction_s = 0.0  # from a miss to growth; a wait in vain counts double
+        self._accepted = 0.5  # draft tokens in a step after a wait
+        self._token_s = 0.0
+        self._alone_s = 0.0  # a step that verifies nothing
+        self._verifying_s = 0.0  # a step after a wait
 
     def limit_s(self) -> float:
-        """Seconds to wait at most; 0 is not at all."""
-        self._waits += 1
-        if self._arrives < 0.3 and self._waits % 32:  # a hung or dead draft: look again rarely
-            return 0.0
-        return self._arrives * self._accepted * self._token_s
+        """Seconds to wait at most after a miss; 0 is not at all."""
+        self._misses += 1
+        worth = self._accepted * self._token_s - max(0.0, self._verifying_s - self._alone_s)
+        if self._reaction_s < worth:
+            return 2 * worth
+        return 0.5 * self._token_s if self._misses % self._LOOK_EVERY == 0 else 0.0
 
     def waited(self, seconds: float, arrived: bool) -> None:
         """A wait ended."""
-        self._arrives += 0.2 * (arrived - self._arrives)
+        self._waited = arrived
+        self._reaction_s = self._blend(self._reaction_s, seconds if arrived else 2 * seconds)
 
-    def stepped(self, seconds: float, tokens: int, accepted: int, speculated: bool) -> None:
-        """A step committed `tokens`, of which `accepted` were draft tokens."""
-        self._token_s += (0.5 if self._token_s == 0 else self._RATE) * (seconds / max(1, tokens) - self._token_s)
-        if speculated:
-            self._accepted += self._RATE * (accepted - self._accepted)
+    def stepped(self, seconds: float, tokens: int, accepted: int, verified: bool) -> None:
+        """A step ended that committed `tokens`, of which `accepted` were draft tokens."""
+        self._token_s = self._blend(self._token_s, seconds / max(1, tokens))
+        if not verified:
+            self._alone_s = self._blend(self._alone_s, seconds)
+        elif self._waited:
+            self._accepted = self._blend(self._accepted, accepted)
+            self._verifying_s = self._blend(self._verifying_s, seconds)
+        self._waited = False
+
+    def _blend(self, old: float, new: float) -> float:
+        return new if old == 0 else old + self._RATE * (new - old)

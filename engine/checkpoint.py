@@ -15,11 +15,13 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
     if not config.is_file():
         raise ModelError(f"no model at {path}: it has no config.json")
     try:
-        values: dict[str, Any] = json.loads(config.read_text())
+        values: Any = json.loads(config.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{config} can't be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{config} holds no settings")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"no weights at {path}: it has no .safetensors file")
     if "vocab_size" not in values:
         raise ModelError(f"{config} names no vocab_size")
-    return values
+    return dict(values)

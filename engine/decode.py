@@ -94,6 +94,9 @@ def _loop(
         for index, sequence in enumerate(sequences):
             speculation.drafter.open(index, sequence.tokens, sequence.request.params)
     running = {index: sequence for index, sequence in enumerate(sequences) if sequence.finish_reason is None}
+    for index, sequence in enumerate(sequences):
+        if sequence.finish_reason is not None:  # the resumed output ended already
+            yield index, Outcome(sequence, [], 0, 0, [], [])
     while running:
         plans = _plan(running, speculation)
         outcomes = stepper.step(plans)

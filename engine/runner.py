@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.checkpoint import ModelError, check_checkpoint
@@ -21,6 +23,7 @@ from engine.types import BoolArray, IntArray
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
 _BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # row counts the model is called with; above, multiples of 64
 _KEY_BUCKET = 64  # invariant mode: a row at position p attends over p + 1 keys rounded up to this
 
@@ -102,11 +105,18 @@ class ModelRunner:
     def _load(self) -> Any:
         AttentionInterface.register(ATTENTION, _attend)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                self.path, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=self.dtype,
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ModelError(f"{self.path} can't be loaded: {str(error).splitlines()[0]}") from error
+        except _LOAD_ERRORS as error:
+            raise ModelError(f"{self.path} can't be loaded: {' '.join(str(error).split())}") from error
+        model, loading = loaded
+        if missing := sorted(loading["missing_keys"]):  # transformers would make them up
+            raise ModelError(f"{self.path} can't be loaded: {len(missing)} weights are missing, {missing[0]} first")
         model = model.to(self.device).eval().requires_grad_(False)
         if self.device == "cpu":
             speed_up(model)
@@ -124,7 +134,7 @@ class ModelRunner:
 
     def _hidden(self, layout: "_Layout", start: int, stop: int) -> torch.Tensor:
         """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded to a bucket."""
-        padding = self._padded(stop - start) - (stop - start)
+        padding = self.called_with(stop - start) - (stop - start)
         tokens = torch.tensor([[*layout.tokens[start:stop], *[0] * padding]], device=self.device)
         positions = torch.tensor([[*layout.positions[start:stop], *[0] * padding]], device=self.device)
         part = layout.part(start, stop, padding)
@@ -139,16 +149,16 @@ class ModelRunner:
         n = len(hidden)
         if n == 0:
             return hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
-        size = self._rows if self.invariant else self._padded(n)
+        size = self._rows if self.invariant else self.called_with(n)
         hidden = F.pad(hidden, (0, 0, 0, -n % size))
         logits = torch.cat([head(hidden[i : i + size]) for i in range(0, len(hidden), size)])
         return logits[:n].float()
 
-    def _padded(self, rows: int) -> int:
-        """The number of rows the model is called with for this many."""
+    def called_with(self, rows: int) -> int:
+        """The number of rows, padding included, that the model computes for this many; 0 for 0."""
         if self.invariant:
-            return self._rows
-        return next((bucket for bucket in _BUCKETS if bucket >= rows), -(-rows // 64) * 64)
+            return -(-rows // self._rows) * self._rows
+        return next((bucket for bucket in (0, *_BUCKETS) if bucket >= rows), -(-rows // 64) * 64)
 
 
 def _wanted(rows: SequenceRows, start: int) -> range:

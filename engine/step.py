@@ -30,7 +30,6 @@ class Sequence:
         check_prompt(request, runner)
         self.computed = 0
         self.finish_reason: FinishReason | None = None
-        self.lease = runner.pool.lease(self.limit + MAX_WINDOW + 1)
         self.noise = NoiseRows(params.seed, runner.vocab_size, runner.device) if params.temperature > 0 else None
         self._ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_tokens(runner))
         self._text: TextStream | None = None
@@ -38,6 +37,7 @@ class Sequence:
             if tokenizer is None:
                 raise InvalidRequest("stop", "stop strings need the model's tokenizer")
             self._text, self._stops = TextStream(tokenizer), StopStrings(params.stop)
+        self.lease = runner.pool.lease(self.limit + MAX_WINDOW + 1)  # last: nothing below may refuse the request
         for token in request.resume_tokens:
             self._check_end(token)
 
@@ -126,11 +126,14 @@ class Stepper:
         self._margins = margins
 
     def step(self, plans: Seq[Plan]) -> list[Outcome]:
-        """One forward pass over all plans. Raises StepError."""
+        """One forward pass over all plans. Raises StepError, before anything is committed for anybody."""
         batch = [self._rows(plan) for plan in plans]
         logits = self.runner.forward(batch)
         counts = [len(rows.tokens) - rows.wanted for rows in batch]
         parts = logits.split(counts)
+        for plan, part in zip(plans, parts, strict=True):
+            if not bool(torch.isfinite(part.sum())):
+                raise StepError(plan.sequence.request.request_id)
         return [self._commit(plan, rows, part) for plan, rows, part in zip(plans, batch, parts, strict=True)]
 
     def _rows(self, plan: Plan) -> SequenceRows:
@@ -148,14 +151,15 @@ class Stepper:
         start = sequence.computed
         rows = np.concatenate([np.zeros(1, np.int32), nodes])
         slots = sequence.lease.slots[start : start + len(rows)]
+        known = np.clip(tree.token[nodes], 0, self.runner.vocab_size - 1)  # an unknown id is never chosen, but is run
         return SequenceRows(
             lease=sequence.lease,
             prefix=start,
-            tokens=[sequence.tokens[-1], *tree.token[nodes].tolist()],
+            tokens=[sequence.tokens[-1], *known.tolist()],
             positions=[start + depth for depth in tree.depth[rows].tolist()],
             slots=slots,
             tree_slots=slots,
-            visible=tree.ancestors[np.ix_(rows, rows)],
+            visible=tree.visible(rows, rows),
         )
 
     def _commit(self, plan: Plan, rows: SequenceRows, logits: torch.Tensor) -> Outcome:
@@ -190,8 +194,6 @@ class Stepper:
         positions = [position + 1 for position in rows.positions[rows.wanted :]]
         noise = sequence.noise.rows(positions) if sequence.noise is not None else None
         choices: list[int] = sampling.choose(logits, params, noise).tolist()
-        if not bool(torch.isfinite(logits.sum())):
-            raise StepError(sequence.request.request_id)
         margins: list[float] = sampling.margins(logits, params, noise).tolist() if self._margins else []
         return choices, margins
 

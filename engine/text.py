@@ -39,10 +39,11 @@ class StopStrings:
         if self.stopped:
             return ""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._release(min(found))
+            _, at = min(found)  # of the one complete first: however the text came in pieces, the cut is the same
+            return self._release(at)
         held_back = max((self._overlap(stop) for stop in self._stops), default=0)
         return self._release(len(self._held) - held_back)
 

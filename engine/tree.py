@@ -31,7 +31,7 @@ class TokenTree:
 
     Public arrays, valid up to `size`: `parent` [n], `token` [n], `confidence` [n] (given the parent), `depth` [n] (root 0),
     `probability` [n] (product of confidences from the root), `slot` [n] (KV slot or NO_SLOT), `expanded` [n] (children were
-    computed), `sent` [n] (the other side was told), `ancestors` [n, n] (row i: the nodes on the path to i, i included).
+    computed), `sent` [n] (the other side was told).
     """
 
     def __init__(self, root_token: int, capacity: int = 256) -> None:
@@ -44,7 +44,6 @@ class TokenTree:
         self.slot: IntArray = np.zeros(capacity, np.int32)
         self.expanded: BoolArray = np.zeros(capacity, np.bool_)
         self.sent: BoolArray = np.zeros(capacity, np.bool_)
-        self.ancestors: BoolArray = np.zeros((capacity, capacity), np.bool_)
         self._children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         self.reset(root_token)
 
@@ -57,7 +56,6 @@ class TokenTree:
         self.slot[ROOT] = NO_SLOT
         self.expanded[ROOT] = False
         self.sent[ROOT] = True
-        self.ancestors[ROOT, ROOT] = True
 
     def child(self, node: int, token: int) -> int:
         """The child of `node` with this token, or -1."""
@@ -68,23 +66,55 @@ class TokenTree:
         return bool((self.parent[1 : self.size] == node).any())
 
     def add(self, parent: int, token: int, confidence: float) -> int:
-        """The child of `parent` with this token, added if it is new; -1 when the tree is full."""
+        """The child of `parent` with this token, added if it is new; -1 when the tree is full.
+
+        A confidence that is no probability (NaN, infinite, negative) counts as 0.
+        """
         known = self._children.get((parent, token))
         if known is not None:
             return known
         node = self.size
         if node == self.capacity:
             return -1
+        if not 0 <= confidence <= 1:
+            confidence = 0.0
         self.size = node + 1
         self._children[parent, token] = node
         self.parent[node], self.token[node], self.confidence[node] = parent, token, confidence
         self.depth[node] = self.depth[parent] + 1
         self.probability[node] = self.probability[parent] * confidence
         self.slot[node], self.expanded[node], self.sent[node] = NO_SLOT, False, False
-        self.ancestors[node, :node] = self.ancestors[parent, :node]
-        self.ancestors[:node, node] = False  # left over from a larger tree
-        self.ancestors[node, node] = True
         return node
+
+    def lineage(self, node: int) -> list[int]:
+        """The nodes from the root to `node`, both included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = int(self.parent[node])
+        return nodes[::-1]
+
+    def visible(self, rows: Sequence[int] | IntArray, columns: Sequence[int] | IntArray) -> BoolArray:
+        """Which of the nodes `columns` are on the path to each of `rows`, itself included: [rows, columns]."""
+        place = {int(node): column for column, node in enumerate(columns)}
+        out = np.zeros((len(rows), len(columns)), np.bool_)
+        parent = self.parent[: self.size].tolist()
+        for row, start in enumerate(rows):
+            node = int(start)
+            while node >= 0:
+                column = place.get(node)
+                if column is not None:
+                    out[row, column] = True
+                node = parent[node]
+        return out
+
+    def below(self, node: int) -> IntArray:
+        """The subtree of `node`, itself included, in index order."""
+        inside = [False] * self.size
+        inside[node] = True
+        for i, parent in enumerate(self.parent[node + 1 : self.size].tolist(), start=node + 1):
+            inside[i] = parent >= 0 and inside[parent]
+        return np.flatnonzero(inside).astype(np.int32)
 
     def path(self, tokens: Sequence[int]) -> int:
         """The node reached from the root along `tokens`, or -1."""
@@ -124,7 +154,12 @@ class TokenTree:
         """`nodes` with their ancestors as (parents, tokens, confidences), each [n]: parents are indices, -1 the root."""
         if not len(nodes):
             return np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
-        kept = np.flatnonzero(self.ancestors[nodes, : self.size].any(0))[1:]
+        inside = set(nodes.tolist())
+        parent = self.parent[: self.size].tolist()
+        for node in nodes.tolist():
+            while (node := parent[node]) > ROOT and node not in inside:
+                inside.add(node)
+        kept = np.asarray(sorted(inside), np.int32)
         index = np.full(self.size, -1, np.int32)
         index[kept] = np.arange(len(kept), dtype=np.int32)
         return index[self.parent[kept]], self.token[kept].copy(), self.confidence[kept].copy()
@@ -175,7 +210,7 @@ class TokenTree:
 
     def _keep_below(self, node: int) -> None:
         """Renumbers the subtree of `node`, which becomes the root."""
-        keep = np.flatnonzero(self.ancestors[: self.size, node])
+        keep = self.below(node)
         m = len(keep)
         index = np.full(self.size, -1, np.int32)
         index[keep] = np.arange(m, dtype=np.int32)
@@ -191,7 +226,6 @@ class TokenTree:
         self.confidence[ROOT] = self.probability[ROOT] = 1.0
         self.slot[ROOT] = NO_SLOT  # the root's KV belongs to the committed prefix now
         self.sent[ROOT] = True
-        self.ancestors[:m, :m] = self.ancestors[np.ix_(keep, keep)]
         self.size = m
         parents, tokens = self.parent[1:m].tolist(), self.token[1:m].tolist()
         self._children = {pair: i for i, pair in enumerate(zip(parents, tokens, strict=True), start=1)}
@@ -206,8 +240,6 @@ class TokenTree:
             assert 0 <= parent < node, f"node {node} stands before its parent"
             assert self.depth[node] == self.depth[parent] + 1
             assert self._children[parent, int(self.token[node])] == node
-            path = np.append(np.flatnonzero(self.ancestors[parent, :n]), node)
-            assert np.array_equal(np.flatnonzero(self.ancestors[node, :n]), path)
         assert len(self._children) == n - 1
         slots = self.slot[:n][self.slot[:n] != NO_SLOT]
         assert len(set(slots.tolist())) == len(slots), "two nodes share a KV slot"

@@ -153,7 +153,7 @@ class ModelDrafter:
             positions=[held.computed - 1 + depth for depth in tree.depth[nodes].tolist()],
             slots=tree.slot[nodes],
             tree_slots=tree.slot[computed],
-            visible=tree.ancestors[np.ix_(nodes, computed)],
+            visible=tree.visible(nodes, computed),
         )
 
     def _expand(self, places: list[tuple[int, int]], logits: torch.Tensor) -> None:

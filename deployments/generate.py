@@ -1,0 +1,148 @@
+"""One prompt to streamed text: by two actors, or in this process, one after the other or the target alone."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import ray
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from cluster.actors import DraftConfig, TargetConfig
+from cluster.local import LocalCluster
+from cluster.placement import place
+from cluster.target import TargetStats
+from deployments.figures import Figures
+from engine.decode import Speculation, decode_steps
+from engine.drafters.model import Growing, ModelDrafter
+from engine.runner import Dtype, ModelRunner
+from engine.step import Outcome
+from engine.text import StopStrings, TextStream, load_tokenizer
+from engine.types import GenerationRequest, InvalidRequest, Origin, SamplingParams, TokenChunk
+from engine.windows import FixedChain
+
+Mode = Literal["pipelined", "sequential", "plain"]
+SEQUENTIAL_CHAIN = 3  # draft tokens per step of sequential speculation
+Progress = Callable[[str], None]
+
+
+class GenerationFailed(RuntimeError):
+    """The stream ended with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Which models run, and how."""
+
+    target: Path
+    draft: Path | None  # None in plain mode
+    dtype: Dtype = "auto"
+    invariant: bool = False
+
+
+class Engine(Protocol):
+    """Decodes one request after another."""
+
+    def stream(self, request: GenerationRequest) -> Iterator[TokenChunk]:
+        """The chunks of a request. Closing the iterator cancels the request and frees what it held."""
+
+    def figures(self) -> Figures:
+        """Of everything decoded so far."""
+
+    def close(self) -> None:
+        """Ends whatever was started."""
+
+
+def make_request(text: str, params: SamplingParams, pair: Pair, context: int) -> GenerationRequest:
+    """The request for a prompt; raises InvalidRequest when it has no tokens or doesn't fit in `context` tokens."""
+    tokens = tuple(load_tokenizer(pair.target)(text)["input_ids"])
+    if not tokens:
+        raise InvalidRequest("prompt", "must not be empty")
+    total = len(tokens) + params.max_tokens
+    if total > context:
+        message = f"{len(tokens)} prompt tokens and {params.max_tokens} new ones make {total}"
+        raise InvalidRequest("max_tokens", f"{message}; the model's context is {context}")
+    return GenerationRequest("paceline-generate", tokens, params)
+
+
+def start(mode: Mode, pair: Pair, progress: Progress) -> Engine:
+    """Loads what the mode needs; raises ModelError."""
+    transformers_logging.disable_progress_bar()
+    return TwoActors(pair, progress) if mode == "pipelined" else OneProcess(pair, progress)
+
+
+class TwoActors:
+    """Target and draft as two Ray actors on this machine."""
+
+    def __init__(self, pair: Pair, progress: Progress) -> None:
+        target = TargetConfig(pair.target, pair.dtype, pair.invariant)
+        self._cluster = LocalCluster(target, DraftConfig(pair.draft, pair.dtype), progress=progress)
+
+    def stream(self, request: GenerationRequest) -> Iterator[TokenChunk]:
+        """See Engine."""
+        return self._cluster.stream(request)
+
+    def figures(self) -> Figures:
+        """See Engine."""
+        return Figures.between(TargetStats(), ray.get(self._cluster.targets[0].stats.remote()))
+
+    def close(self) -> None:
+        """See Engine."""
+        self._cluster.close()
+
+
+class OneProcess:
+    """Everything in this process, placed as the two actors would be, so that invariant mode gives the same bytes."""
+
+    def __init__(self, pair: Pair, progress: Progress) -> None:
+        progress("loading the models")
+        placement = place(1, 1, torch.cuda.device_count())[0][0]
+        placement.apply_to_process()
+        self._tokenizer = load_tokenizer(pair.target)
+        self._target = ModelRunner(
+            pair.target, dtype=pair.dtype, device=placement.device, invariant=pair.invariant
+        )
+        self._speculation: Speculation | None = None
+        if pair.draft is not None:
+            draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device)
+            drafter = ModelDrafter(draft, Growing(rows=1, children=1))
+            self._speculation = Speculation(drafter, FixedChain(SEQUENTIAL_CHAIN), SEQUENTIAL_CHAIN)
+        self._figures = Figures(0, 0.0, 0, 0, 0, 0.0)
+
+    def stream(self, request: GenerationRequest) -> Iterator[TokenChunk]:
+        """See Engine."""
+        mark = time.monotonic()
+        for _, outcome in decode_steps(self._target, [request], self._speculation, self._tokenizer):
+            now = time.monotonic()
+            if outcome.tokens:
+                self._figures += Figures(len(outcome.tokens), now - mark, 1, outcome.tried, outcome.accepted, 0.0)
+                yield _chunk(request.request_id, outcome)
+            mark = time.monotonic()
+
+    def figures(self) -> Figures:
+        """See Engine. Idle time is not known here."""
+        return self._figures
+
+    def close(self) -> None:
+        """See Engine."""
+
+
+def _chunk(request_id: str, outcome: Outcome) -> TokenChunk:
+    origins: list[Origin] = ["draft"] * outcome.accepted
+    origins += ["target"] * (len(outcome.tokens) - outcome.accepted)
+    return TokenChunk(request_id, tuple(outcome.tokens), tuple(origins), outcome.sequence.finish_reason)
+
+
+def texts(
+    chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...]
+) -> Iterator[str]:
+    """The text of a stream, piece by piece, up to the first stop string; raises GenerationFailed."""
+    stream, stop = TextStream(tokenizer), StopStrings(stops)
+    for chunk in chunks:
+        yield "".join(stop.push(stream.push(token)) for token in chunk.tokens)
+        if chunk.finish_reason == "error":
+            raise GenerationFailed(chunk.error)
+    yield stop.flush()

@@ -1,0 +1,68 @@
+"""What several test files share: the bundled pair, loaded once, and an audit of its KV pools after every test."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from engine.runner import ModelRunner
+from engine.text import load_tokenizer
+from tests import exact
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Test machines are small, and bits are compared for one number of threads."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(exact.TARGET)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[exact.Tokens]:
+    """Eight bundled prompts, some cut to lengths where something changes: one token, whole prefill chunks, a page."""
+    cut = [None, 1, 2, 65, 64, 9, 33, None]
+    return [prompt[:length] for prompt, length in zip(exact.load_prompts(len(cut)), cut, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def _target() -> ModelRunner:
+    return ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=2048)
+
+
+@pytest.fixture(scope="session")
+def _fast_target() -> ModelRunner:
+    return ModelRunner(exact.TARGET, dtype="float32", kv_tokens=2048)
+
+
+@pytest.fixture(scope="session")
+def _draft() -> ModelRunner:
+    return ModelRunner(exact.DRAFT, dtype="float32", kv_tokens=4096)
+
+
+def _audited(runner: ModelRunner) -> Iterator[ModelRunner]:
+    yield runner
+    runner.pool.check()
+    assert runner.pool.used_pages == 0, "the test left pages behind"
+
+
+@pytest.fixture
+def target(_target: ModelRunner) -> Iterator[ModelRunner]:
+    """The bundled target in invariant mode."""
+    yield from _audited(_target)
+
+
+@pytest.fixture
+def fast_target(_fast_target: ModelRunner) -> Iterator[ModelRunner]:
+    """The bundled target outside invariant mode."""
+    yield from _audited(_fast_target)
+
+
+@pytest.fixture
+def draft(_draft: ModelRunner) -> Iterator[ModelRunner]:
+    """The bundled draft; not invariant, and nothing may depend on that."""
+    yield from _audited(_draft)

@@ -1,0 +1,229 @@
+"""The first promise as a program: every drafter, window, batch and temperature gives the tokens of plain decoding.
+
+`make exact` runs the full matrix; the tests run a sample of it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from engine.budget import Calibration, CostModel, GoodputWindow, Window
+from engine.decode import Generation, Speculation, decode
+from engine.drafters.model import Growing, ModelDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.runner import ModelRunner
+from engine.text import load_tokenizer
+from engine.tree import Moved, TokenTree
+from engine.types import GenerationRequest, SamplingParams
+from engine.windows import FixedChain, FixedTree
+
+MODELS = Path(__file__).parent.parent / "models"
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
+TEMPERATURES = (0.0, 0.7, 1.0)
+BATCHES = (1, 4, 8)
+TIE = 1e-3  # a smaller distance between the two best scores is a tie, where other shapes of a pass may choose otherwise
+
+Tokens = tuple[int, ...]
+Make = Callable[[ModelRunner], Speculation]  # from a draft
+
+
+@dataclass
+class NonsenseDrafter:
+    """Implements Drafter badly: unknown ids, and confidences that are no probabilities, anywhere in the tree."""
+
+    vocab_size: int
+    nodes: int = 12
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    trees: dict[int, TokenTree] = field(default_factory=dict)
+
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
+        self.trees[session] = TokenTree(tokens[-1], 64)
+
+    def commit(self, session: int, tokens: Sequence[int]) -> Moved:
+        return self.trees[session].commit(tokens)
+
+    def grow(self) -> list[int]:
+        unknown = [self.vocab_size, self.vocab_size + 7, 2**31 - 1, -1, -(2**31)]
+        confidences = [float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 0.5, 1.0, 7.0]
+        for tree in self.trees.values():
+            for _ in range(self.nodes):
+                known = self.rng.integers(self.vocab_size) if self.rng.random() < 0.7 else self.rng.choice(unknown)
+                tree.add(int(self.rng.integers(tree.size)), int(known), float(self.rng.choice(confidences)))
+        return list(self.trees)
+
+    def tree(self, session: int) -> TokenTree:
+        return self.trees[session]
+
+    def close(self, session: int) -> None:
+        self.trees.pop(session, None)
+
+    def check(self) -> None:
+        for tree in self.trees.values():
+            tree.check()
+
+
+def goodput() -> Window:
+    cost = CostModel()
+    for rows, milliseconds in ((1, 10.0), (8, 11.0), (16, 12.0), (32, 16.0)):
+        cost.start(rows, milliseconds)
+    return GoodputWindow(Calibration(), cost)
+
+
+def chain(length: int) -> Make:
+    return lambda draft: Speculation(ModelDrafter(draft, Growing(children=1)), FixedChain(length), length)
+
+
+def tree(size: int, draft_steps: int = 3) -> Make:
+    return lambda draft: Speculation(ModelDrafter(draft), FixedTree(size), draft_steps)
+
+
+def ngram(length: int) -> Make:
+    return lambda draft: Speculation(NgramDrafter(), FixedChain(length), 1)
+
+
+def nonsense(window: Window) -> Make:
+    return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
+
+
+SPECULATIONS: dict[str, Make] = {
+    "chain-1": chain(1),
+    "chain-5": chain(5),
+    "chain-15": chain(15),
+    "tree-7": tree(7),
+    "tree-31": tree(31),
+    "tree-goodput": lambda draft: Speculation(ModelDrafter(draft), goodput(), 3),
+    "ngram-3": ngram(3),
+    "ngram-12": ngram(12),
+    "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
+    "nonsense-chain": nonsense(FixedChain(8)),
+    "nonsense-tree": nonsense(FixedTree(15)),
+    "nonsense-goodput": nonsense(goodput()),
+}
+
+
+def load_prompts(count: int) -> list[Tokens]:
+    """The first prompts of the bundled held-out ones."""
+    tokenizer = load_tokenizer(TARGET)
+    lines = PROMPTS.read_text().splitlines()[:count]
+    return [tuple(tokenizer(json.loads(line))["input_ids"]) for line in lines]
+
+
+def make_requests(prompts: Sequence[Tokens], temperature: float, tokens: int) -> list[GenerationRequest]:
+    """One request a prompt, each with another seed, every other one filtered; the end token is a token like others."""
+    requests = []
+    for seed, prompt in enumerate(prompts):
+        params = SamplingParams(temperature, seed=seed, max_tokens=tokens, ignore_eos=True)
+        if seed % 2:
+            params = replace(params, top_p=0.95, top_k=50, min_p=0.02)
+        requests.append(GenerationRequest(str(seed), prompt, params))
+    return requests
+
+
+def audit(runner: ModelRunner, speculation: Speculation | None) -> None:
+    """Raises AssertionError when decoding has left anything behind."""
+    runner.pool.check()
+    assert runner.pool.used_pages == 0, "the target holds pages"
+    if speculation is not None:
+        speculation.drafter.check()
+
+
+def run(
+    runner: ModelRunner,
+    requests: Sequence[GenerationRequest],
+    speculation: Speculation | None = None,
+    batch: int = 8,
+    margins: bool = False,
+) -> list[Generation]:
+    """Decodes `batch` requests at a time, with an audit after each batch."""
+    generations = []
+    for start in range(0, len(requests), batch):
+        generations += decode(runner, requests[start : start + batch], speculation, margins=margins)
+        audit(runner, speculation)
+    return generations
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two outputs part. `margin`: of the first output's choice there, if it was computed with margins."""
+
+    request: str
+    position: int
+    margin: float | None
+
+
+def differences(generations: Sequence[Generation], expected: Sequence[Sequence[int]]) -> Iterator[Difference]:
+    """Yields the first difference of each output that is not as expected."""
+    for generation, tokens in zip(generations, expected, strict=True):
+        if generation.tokens != list(tokens):
+            pairs = enumerate(zip(generation.tokens, tokens, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(generation.tokens), len(tokens)))
+            margin = generation.margins[at] if at < len(generation.margins) else None
+            yield Difference(generation.request.request_id, at, margin)
+
+
+@torch.inference_mode()
+def transformers_greedy(path: Path, prompts: Sequence[Tokens], tokens: int) -> list[list[int]]:
+    """What transformers' own generate gives for each prompt, in float32, end token included."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, pad_token_id=0
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+def versus_transformers(runner: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> list[Difference]:
+    """Plain greedy decoding against transformers' generate with the same checkpoint."""
+    expected = transformers_greedy(runner.path, prompts, tokens)
+    requests = [
+        GenerationRequest(str(i), prompt, SamplingParams(max_tokens=tokens)) for i, prompt in enumerate(prompts)
+    ]
+    return list(differences(run(runner, requests, margins=True), expected))
+
+
+def matrix(prompts: Sequence[Tokens], tokens: int, console: Console) -> int:
+    """Runs everything; returns how many outputs were wrong."""
+    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 512)
+    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 768)
+    found = versus_transformers(runner, prompts, tokens)
+    wrong = sum(difference.margin is None or difference.margin >= TIE for difference in found)
+    console.print(f"transformers' generate: {len(prompts)} greedy outputs, {len(found) - wrong} ties, {wrong} wrong")
+    for temperature in TEMPERATURES:
+        requests = make_requests(prompts, temperature, tokens)
+        plain = [generation.tokens for generation in run(runner, requests, batch=1)]
+        for batch in BATCHES:
+            for name, make in {"plain": None, **SPECULATIONS}.items():
+                generations = run(runner, requests, make(draft) if make else None, batch)
+                bad = list(differences(generations, plain))
+                wrong += len(bad)
+                per_step = sum(map(len, plain)) / sum(generation.steps for generation in generations)
+                verdict = f"WRONG {bad}" if bad else "equal"
+                console.print(f"T={temperature} batch={batch} {name:16} {per_step:.2f} tokens a step: {verdict}")
+    assert draft.pool.used_pages == 0, "a drafter holds pages"
+    return wrong
+
+
+def main() -> int:
+    """Exits with 1 when an output is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=50, help="how many of the bundled prompts")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    wrong = matrix(load_prompts(arguments.prompts), arguments.tokens, Console(soft_wrap=True))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
