@@ -34,6 +34,7 @@ from engine.text import load_tokenizer
 from engine.types import GenerationRequest, SamplingParams
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8)  # fixed k of the sequential contender; the best counts
+TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
 console = Console(stderr=True)
 
 
@@ -179,9 +180,9 @@ def report(results: dict[str, Any]) -> None:
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="checkpoint of the target")] = bundled("code-target"),
-    draft: Annotated[Path, typer.Option(help="checkpoint of the draft")] = bundled("code-draft"),
-    prompts: Annotated[Path, typer.Option(help="one JSON string a line")] = bundled("heldout.jsonl"),
+    target: Annotated[Path, typer.Option(help="checkpoint of the target")] = TARGET,
+    draft: Annotated[Path, typer.Option(help="checkpoint of the draft")] = DRAFT,
+    prompts: Annotated[Path, typer.Option(help="one JSON string a line")] = PROMPTS,
     json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/pipeline.json"),
     count: Annotated[int, typer.Option(help="prompts, warm-up included")] = 8,
     warm: Annotated[int, typer.Option(help="of them, the first ones that are not counted")] = 2,

@@ -3,11 +3,12 @@
 import asyncio
 import os
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import ray
 
@@ -22,7 +23,6 @@ from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.drafters import Drafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
-from engine.kv import PoolExhausted
 from engine.runner import Dtype, ModelRunner, chain_rows
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
@@ -70,8 +70,6 @@ def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
 
 def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5) -> None:
     """Runs every common row count, which compiles its kernels, and tells the cost model the median time."""
-    import time
-
     lease = runner.pool.lease(256)
     try:
         for rows in _WARM_ROWS:
@@ -187,7 +185,7 @@ class TargetActor:
         """Of this actor's process."""
         return os.getpid()
 
-    def _keep_linked(self) -> None:
+    def _keep_linked(self) -> NoReturn:
         """Attaches to every live draft, again and again, until the process ends."""
         pause = threading.Event()
         while True:
@@ -242,7 +240,7 @@ class DraftActor:
         """Of this actor's process."""
         return os.getpid()
 
-    def _keep_announced(self) -> None:
+    def _keep_announced(self) -> NoReturn:
         pause = threading.Event()
         while True:
             entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)

@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,7 +53,7 @@ class LocalCluster:
 
     @staticmethod
     def _actor(cls: type, where: Placement) -> Any:
-        """An actor class with its resources; it restarts when its process dies, and one that hangs doesn't block others."""
+        """An actor class with its resources; it restarts when its process dies, and a call that hangs blocks no other."""
         threads = {"env_vars": {"OMP_NUM_THREADS": str(where.threads)}}
         return ray.remote(cls).options(
             max_restarts=-1, max_concurrency=256, runtime_env=threads, **{**where.ray_options(), "num_cpus": 0}
@@ -64,7 +64,7 @@ class LocalCluster:
         if not all(ray.get([target.wait_linked.remote(drafts, _START_TIMEOUT_S) for target in self.targets])):
             raise TimeoutError(f"a target did not find its {drafts} drafts")
 
-    def stream(self, request: GenerationRequest, target: int = 0) -> Iterator[TokenChunk]:
+    def stream(self, request: GenerationRequest, target: int = 0) -> Generator[TokenChunk]:
         """The chunks of one request. Closing the iterator cancels the request."""
         actor = self.targets[target]
         stream = actor.generate.options(num_returns="streaming").remote(request)
@@ -97,13 +97,13 @@ def start_ray() -> bool:
     if ray.is_initialized():
         return False
     logging.getLogger("ray").setLevel(logging.ERROR)  # it would announce that its tokens protect this cluster
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     return True
 
 
 def count_gpus() -> int:
     """GPUs that Ray knows of."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
 
 def bundled(name: str) -> Path:

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Resources of one replica. Only the thread that runs the model is pinned; gRPC's threads go where there is room."""
+    """Resources of one replica. Only the model's thread is pinned; gRPC's go where there is room."""
 
     cores: tuple[int, ...] = ()  # empty: any core
     threads: int = 1  # of the model's CPU arithmetic
@@ -30,7 +30,7 @@ class Placement:
         self.apply_to_process()
 
     def apply_to_process(self) -> None:
-        """Sets the number of arithmetic threads. Pins nothing: threads inherit the cores of the one that starts them."""
+        """Sets the number of arithmetic threads. Pins nothing: threads inherit the cores of their parent."""
         torch.set_num_threads(self.threads)
 
 
@@ -44,6 +44,7 @@ def place(targets: int, drafts: int, gpus: int, threads: int = 1) -> tuple[list[
         placements = [Placement(gpus=1.0) for _ in range(total)]
     else:
         cores = sorted(os.sched_getaffinity(0))
-        shares = [tuple(cores[(i * threads + j) % len(cores)] for j in range(threads)) for i in range(total)]
+        share = min(threads, len(cores))
+        shares = [tuple(cores[(i * share + j) % len(cores)] for j in range(share)) for i in range(total)]
         placements = [Placement(cores=share, threads=threads) for share in shares]
     return placements[:targets], placements[targets:]

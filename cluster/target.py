@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, field
 from transformers import PreTrainedTokenizerFast
 
 from cluster.link import Link
+from cluster.loop import Loop
 from cluster.placement import Placement
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.budget import Patience, Window
 from engine.kv import PoolExhausted
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_prompt
+from engine.step import Outcome, Plan, Sequence, Stepper, check_prompt
 from engine.types import Commit, Down, GenerationRequest, Growth, Origin, TokenChunk, Up
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,10 @@ _RENEW_EVERY_S = 5.0
 
 class Overloaded(RuntimeError):
     """Too many requests wait already."""
+
+
+class Closed(RuntimeError):
+    """The replica has ended."""
 
 
 @dataclass
@@ -56,15 +61,30 @@ class TargetStats:
     link: dict[str, int] = field(default_factory=dict)  # cluster.target_state.Counters
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Submitted:
+    """A request and who gets its chunks."""
+
+    request: GenerationRequest
+    sink: Sink
+
+
 @dataclass
 class _Running:
     """A request in the batch."""
 
+    submitted: _Submitted
     sequence: Sequence
-    sink: Sink
     session: int
     buffered: list[tuple[int, Origin]] = field(default_factory=list)
     flushed: float = 0.0
+
+    def take(self) -> tuple[tuple[int, ...], tuple[Origin, ...]]:
+        """Tokens, and their origins, that the client did not get yet."""
+        tokens = tuple(token for token, _ in self.buffered)
+        origins = tuple(origin for _, origin in self.buffered)
+        self.buffered.clear()
+        return tokens, origins
 
 
 class TargetReplica:
@@ -97,99 +117,106 @@ class TargetReplica:
         self._patience = Patience()
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
-        self._waiting: deque[tuple[GenerationRequest, Sink]] = deque()
+        self._lock = threading.Lock()  # guards the next two
+        self._submitted: dict[str, _Submitted] = {}  # by request id, until the last chunk
+        self._ended = False
+        self._waiting: deque[_Submitted] = deque()
         self._running: dict[str, _Running] = {}
-        self._inbox: deque[Callable[[], None]] = deque()  # done by the loop between steps
-        self._wake = threading.Event()
-        self._idle = threading.Event()
-        self._closed = False
         self._next_renewal = time.monotonic() + _RENEW_EVERY_S
         self._stats = TargetStats()
         self.trace = Trace()
-        self._thread = threading.Thread(target=self._run, name="paceline-target", daemon=True)
-        self._thread.start()
+        self._loop = Loop("paceline-target", self._placement, _RENEW_EVERY_S, self._turn, self._end_all)
+        self._loop.start()
 
     # from any thread
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Queues a request; `sink` gets its chunks on the loop's thread and must be quick.
 
-        Raises InvalidRequest or Overloaded.
+        Raises InvalidRequest, Overloaded or Closed.
         """
         check_prompt(request, self._runner)
-        if len(self._waiting) >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} requests are waiting already")
-        self._do(lambda: self._waiting.append((request, sink)))
+        can_stop = self._tokenizer is not None or not request.params.stop
+        require(can_stop, "stop", "stop strings need the model's tokenizer")
+        submitted = _Submitted(request, sink)
+        with self._lock:
+            if self._ended:
+                raise Closed("the target has ended")
+            require(request.request_id not in self._submitted, "request_id", "a request with this id is running")
+            if len(self._submitted) - len(self._running) >= MAX_WAITING:
+                raise Overloaded(f"{MAX_WAITING} requests are waiting already")
+            self._submitted[request.request_id] = submitted
+        self._loop.do(lambda: self._waiting.append(submitted))
 
     def cancel(self, request_id: str) -> None:
         """Ends a request within one step; unknown ones are ignored. Its last chunk says "cancelled"."""
-        self._do(lambda: self._cancel(request_id))
+        self._loop.do(lambda: self._cancel(request_id))
 
     def add_link(self, link: Link[Down, Up]) -> None:
         """A draft is there."""
-        self._do(lambda: self._join(link))
+        self._loop.do(lambda: self._join(link))
 
     def set_window(self, window: Window) -> None:
         """From the next step on."""
-        self._do(lambda: setattr(self, "_window", window))
+        self._loop.do(lambda: setattr(self, "_window", window))
 
     def stats(self) -> TargetStats:
         """A snapshot."""
         now = {"running": len(self._running), "waiting": len(self._waiting), "drafts": len(self._links)}
         return TargetStats(**{**asdict(self._stats), **now, "link": asdict(self._state.counters)})
 
+    @property
+    def alive(self) -> bool:
+        """False once it was closed, or failed for good."""
+        return self._loop.alive
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until no request is left: True; False after `timeout_s`."""
-        return self._idle.wait(timeout_s)
+        return self._loop.wait_idle(timeout_s)
 
     def check(self) -> None:
-        """Audits everything it holds; for when it is idle. Raises AssertionError."""
-        self._runner.pool.check()
-        self._state.check()
-        assert self._state.sessions == len(self._running), "a session is left behind"
-        if not self._running:
-            assert self._runner.pool.used_pages == 0, "pages are left behind"
+        """Audits everything it holds, between two steps. Raises AssertionError."""
+        self._loop.ask(self._audit)
 
     def close(self) -> None:
         """Ends the loop, all requests and all links."""
-        self._closed = True
-        self._wake.set()
-        self._thread.join()
-        for link in self._links.values():
-            link.close()
-
-    def _do(self, action: Callable[[], None]) -> None:
-        self._idle.clear()
-        self._inbox.append(action)
-        self._wake.set()
+        self._loop.stop()
 
     # the loop
 
-    def _run(self) -> None:
-        self._placement.apply_to_thread()
-        while not self._closed:
-            self._wake.clear()
-            started = time.monotonic()
-            self._take_in()
-            if self._running:
-                self._step(started)
-            elif not self._inbox:
-                self._send()
-                self._idle.set()
-                self._wake.wait(_RENEW_EVERY_S)
-        for running in list(self._running.values()):
-            self._end(running, "cancelled")
+    def _turn(self) -> bool:
+        started = time.monotonic()
+        self._take_in()
+        if self._running:
+            self._step(started)
+        else:
+            self._send()
+        return bool(self._running)
+
+    def _end_all(self, failure: Exception | None) -> None:
+        with self._lock:
+            self._ended = True
+        for submitted in list(self._submitted.values()):
+            if failure is None:
+                self._end(submitted, "cancelled")
+            else:
+                self._end(submitted, "error", f"the target failed: {failure}")
+        for link in self._links.values():
+            link.close()
+
+    def _audit(self) -> None:
+        self._runner.pool.check()
+        self._state.check()
+        assert self._state.sessions == len(self._running), "a session is left behind"
+        held = sum(len(running.sequence.lease.pages) for running in self._running.values())
+        assert self._runner.pool.used_pages == held, "pages are left behind"
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""
         self._wait_on_miss()
         plans = self._plan()
         forward_started = time.monotonic()
-        try:
-            outcomes = self._stepper.step(plans)
-        except StepError as error:
-            self._end(self._running[error.request_id], "error", str(error))
-            return
+        outcomes = self._stepper.step(plans)
         forward_s = time.monotonic() - forward_started
         self._account(plans, outcomes, forward_s, forward_started)
         self._receive()  # what grew during the step, before the roots move
@@ -229,10 +256,10 @@ class TargetReplica:
         started = time.monotonic()
         arrived = False
         while not arrived and (left := started + limit_s - time.monotonic()) > 0:
-            self._wake.clear()
+            self._loop.listen()
             self._receive()
             arrived = any(self._state.hit(running.session) for running in missed)
-            if not arrived and (self._inbox or not self._wake.wait(left)):
+            if not arrived and (self._loop.asked or not self._loop.pause(left)):
                 break
         waited = time.monotonic() - started
         self._patience.waited(waited, arrived)
@@ -263,6 +290,8 @@ class TargetReplica:
 
     def _commit(self, running: _Running, plan: Plan, outcome: Outcome) -> None:
         """Tells the draft and the client."""
+        if outcome.error is not None:
+            self._end(running.submitted, "error", str(outcome.error))
         if not outcome.tokens:
             return
         verified = plan.nodes is not None and len(plan.nodes) > 0
@@ -270,68 +299,66 @@ class TargetReplica:
             self._window.observe(plan.tree, plan.nodes, outcome.path)
         self._stats.empty += not verified and self._state.attached(running.session)
         self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
-        origins: list[Origin] = ["draft"] * outcome.accepted + ["target"] * (len(outcome.tokens) - outcome.accepted)
+        origins: list[Origin] = ["draft" if i < outcome.accepted else "target" for i in range(len(outcome.tokens))]
         running.buffered += zip(outcome.tokens, origins, strict=True)
         reason = running.sequence.finish_reason
         if reason is not None:
-            self._end(running, reason)
+            self._end(running.submitted, reason)
         elif time.monotonic() - running.flushed >= self._flush_s:
             self._flush(running)
 
     def _flush(self, running: _Running) -> None:
         running.flushed = time.monotonic()
-        tokens, origins = zip(*running.buffered, strict=True) if running.buffered else ((), ())
-        running.buffered.clear()
-        running.sink(TokenChunk(running.sequence.request.request_id, tokens, origins))
+        tokens, origins = running.take()
+        running.submitted.sink(TokenChunk(running.submitted.request.request_id, tokens, origins))
 
     # requests
 
     def _take_in(self) -> None:
         """What others asked for since the last step, then as many waiting requests as fit."""
-        while self._inbox:
-            self._inbox.popleft()()
         self._receive()
         if time.monotonic() > self._next_renewal:
             self._next_renewal = time.monotonic() + _RENEW_EVERY_S
             self._state.renewal_due()
         while self._waiting and len(self._running) < self._max_batch:
-            request, sink = self._waiting[0]
+            submitted = self._waiting[0]
             try:
-                sequence = Sequence(request, self._runner, self._tokenizer)
+                sequence = Sequence(submitted.request, self._runner, self._tokenizer)
             except PoolExhausted as error:
                 if self._running:
                     return  # it waits until somebody is done
+                self._end(submitted, "error", str(error))
+            else:
                 self._waiting.popleft()
-                sink(TokenChunk(request.request_id, (), (), "error", str(error)))
-                continue
-            self._waiting.popleft()
-            self._start(request, sequence, sink)
+                self._start(submitted, sequence)
 
-    def _start(self, request: GenerationRequest, sequence: Sequence, sink: Sink) -> None:
+    def _start(self, submitted: _Submitted, sequence: Sequence) -> None:
         self._stats.requests += 1
-        session = self._state.session_opened(sequence.tokens, request.params)
-        running = _Running(sequence, sink, session)
-        self._running[request.request_id] = running
+        session = self._state.session_opened(sequence.tokens, submitted.request.params)
+        self._running[submitted.request.request_id] = _Running(submitted, sequence, session)
         if sequence.finish_reason is not None:  # the resumed output ended already
-            self._end(running, sequence.finish_reason)
+            self._end(submitted, sequence.finish_reason)
 
     def _cancel(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None:
-            self._end(running, "cancelled")
-            return
-        for item in [item for item in self._waiting if item[0].request_id == request_id]:
-            self._waiting.remove(item)
-            item[1](TokenChunk(request_id, (), (), "cancelled"))
+        submitted = self._submitted.get(request_id)
+        if submitted is not None:
+            self._end(submitted, "cancelled")
 
-    def _end(self, running: _Running, reason: str, error: str | None = None) -> None:
+    def _end(self, submitted: _Submitted, reason: FinishReason, error: str | None = None) -> None:
         """Frees everything and says so to the client, with the tokens it did not get yet."""
-        request_id = running.sequence.request.request_id
-        del self._running[request_id]
-        self._runner.pool.release(running.sequence.lease)
-        self._state.session_closed(running.session)
-        tokens, origins = zip(*running.buffered, strict=True) if running.buffered else ((), ())
-        running.sink(TokenChunk(request_id, tokens, origins, reason, error))  # type: ignore[arg-type]
+        request_id = submitted.request.request_id
+        tokens: tuple[int, ...] = ()
+        origins: tuple[Origin, ...] = ()
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self._runner.pool.release(running.sequence.lease)
+            self._state.session_closed(running.session)
+            tokens, origins = running.take()
+        elif submitted in self._waiting:
+            self._waiting.remove(submitted)
+        with self._lock:
+            del self._submitted[request_id]
+        submitted.sink(TokenChunk(request_id, tokens, origins, reason, error))
 
     # drafts
 
@@ -339,7 +366,7 @@ class TargetReplica:
         draft = self._next_draft
         self._next_draft += 1
         self._links[draft] = link
-        link.set_notify(self._wake.set)
+        link.set_notify(self._loop.wake)
         self._state.draft_joined(draft)
         self._send()
 

@@ -1,8 +1,11 @@
 """What decoding cost and what speculation did for it: one set of figures for every way to decode."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cluster.target import TargetStats
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class Figures:
     steps: int  # of the target, that committed something
     tried: int  # draft tokens compared with the target's along the walk
     accepted: int
-    idle_s: float  # of `seconds`, those outside the target's steps
+    idle_s: float | None = None  # of `seconds`, those outside the target's steps
     hits: int | None = None  # steps at whose end the mirror held a child below the new root
 
     @classmethod
@@ -39,8 +42,8 @@ class Figures:
             steps=self.steps + other.steps,
             tried=self.tried + other.tried,
             accepted=self.accepted + other.accepted,
-            idle_s=self.idle_s + other.idle_s,
-            hits=None if self.hits is None and other.hits is None else (self.hits or 0) + (other.hits or 0),
+            idle_s=_sum(self.idle_s, other.idle_s),
+            hits=_sum(self.hits, other.hits),
         )
 
     @property
@@ -64,6 +67,11 @@ class Figures:
         return self.hits / max(1, self.steps) if self.hits is not None else None
 
     @property
-    def idle(self) -> float:
-        """Share of the time in which the target ran no step."""
-        return self.idle_s / self.seconds if self.seconds > 0 else 0.0
+    def idle(self) -> float | None:
+        """Share of the time in which the target ran no step; None where that is not known."""
+        return self.idle_s / self.seconds if self.idle_s is not None and self.seconds > 0 else None
+
+
+def _sum(a: _Number | None, b: _Number | None) -> _Number | None:
+    """The sum of what is known."""
+    return a if b is None else b if a is None else a + b

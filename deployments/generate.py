@@ -1,13 +1,16 @@
 """One prompt to streamed text: by two actors, or in this process, one after the other or the target alone."""
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import ray
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -46,7 +49,7 @@ class Pair:
 class Engine(Protocol):
     """Decodes one request after another."""
 
-    def stream(self, request: GenerationRequest) -> Iterator[TokenChunk]:
+    def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
         """The chunks of a request. Closing the iterator cancels the request and frees what it held."""
 
     def figures(self) -> Figures:
@@ -56,9 +59,11 @@ class Engine(Protocol):
         """Ends whatever was started."""
 
 
-def make_request(text: str, params: SamplingParams, pair: Pair, context: int) -> GenerationRequest:
+def make_request(
+    text: str, params: SamplingParams, tokenizer: PreTrainedTokenizerFast, context: int
+) -> GenerationRequest:
     """The request for a prompt; raises InvalidRequest when it has no tokens or doesn't fit in `context` tokens."""
-    tokens = tuple(load_tokenizer(pair.target)(text)["input_ids"])
+    tokens = tuple(tokenizer(text)["input_ids"])
     if not tokens:
         raise InvalidRequest("prompt", "must not be empty")
     total = len(tokens) + params.max_tokens
@@ -81,7 +86,7 @@ class TwoActors:
         target = TargetConfig(pair.target, pair.dtype, pair.invariant)
         self._cluster = LocalCluster(target, DraftConfig(pair.draft, pair.dtype), progress=progress)
 
-    def stream(self, request: GenerationRequest) -> Iterator[TokenChunk]:
+    def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
         """See Engine."""
         return self._cluster.stream(request)
 
@@ -102,23 +107,21 @@ class OneProcess:
         placement = place(1, 1, torch.cuda.device_count())[0][0]
         placement.apply_to_process()
         self._tokenizer = load_tokenizer(pair.target)
-        self._target = ModelRunner(
-            pair.target, dtype=pair.dtype, device=placement.device, invariant=pair.invariant
-        )
+        self._target = ModelRunner(pair.target, dtype=pair.dtype, device=placement.device, invariant=pair.invariant)
         self._speculation: Speculation | None = None
         if pair.draft is not None:
             draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device)
             drafter = ModelDrafter(draft, Growing(rows=1, children=1))
             self._speculation = Speculation(drafter, FixedChain(SEQUENTIAL_CHAIN), SEQUENTIAL_CHAIN)
-        self._figures = Figures(0, 0.0, 0, 0, 0, 0.0)
+        self._figures = Figures(0, 0.0, 0, 0, 0)
 
-    def stream(self, request: GenerationRequest) -> Iterator[TokenChunk]:
+    def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
         """See Engine."""
         mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], self._speculation, self._tokenizer):
             now = time.monotonic()
             if outcome.tokens:
-                self._figures += Figures(len(outcome.tokens), now - mark, 1, outcome.tried, outcome.accepted, 0.0)
+                self._figures += Figures(len(outcome.tokens), now - mark, 1, outcome.tried, outcome.accepted)
                 yield _chunk(request.request_id, outcome)
             mark = time.monotonic()
 
@@ -136,9 +139,7 @@ def _chunk(request_id: str, outcome: Outcome) -> TokenChunk:
     return TokenChunk(request_id, tuple(outcome.tokens), tuple(origins), outcome.sequence.finish_reason)
 
 
-def texts(
-    chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...]
-) -> Iterator[str]:
+def texts(chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...]) -> Iterator[str]:
     """The text of a stream, piece by piece, up to the first stop string; raises GenerationFailed."""
     stream, stop = TextStream(tokenizer), StopStrings(stops)
     for chunk in chunks:
@@ -146,3 +147,30 @@ def texts(
         if chunk.finish_reason == "error":
             raise GenerationFailed(chunk.error)
     yield stop.flush()
+
+
+def print_text(
+    request: GenerationRequest, pair: Pair, mode: Mode, tokenizer: PreTrainedTokenizerFast, stats: bool
+) -> None:
+    """Streams the text to standard output; progress and statistics go to standard error."""
+    errors = Console(stderr=True, highlight=False)
+    with errors.status("starting") as status:
+        engine = start(mode, pair, lambda text: status.update(text))
+    with closing(engine), closing(engine.stream(request)) as chunks:
+        for text in texts(chunks, tokenizer, request.params.stop):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        if stats:
+            errors.print(summary(engine.figures()), style="dim")
+
+
+def summary(figures: Figures) -> str:
+    """The figures in one line."""
+    parts = [
+        f"{figures.tokens} tokens",
+        f"{figures.tokens_per_second:.1f} tokens/s",
+        f"{figures.tokens_per_step:.2f} tokens per step",
+    ]
+    rates = {"acceptance": figures.acceptance, "hit rate": figures.hit_rate, "idle": figures.idle}
+    return ", ".join(parts + [f"{name} {rate:.2f}" for name, rate in rates.items() if rate is not None])

@@ -112,7 +112,8 @@ class CostModel:
         called = np.asarray([self._bucket(row) for row in range(rows + 1)])
         # past the last point the cost is taken to grow in proportion
         beyond = values[-1] * np.maximum(called / points[-1], 1.0)
-        return np.maximum(np.interp(called, points, values), beyond).astype(np.float32)
+        table: FloatArray = np.maximum(np.interp(called, points, values), beyond).astype(np.float32)
+        return table
 
 
 class Window(Protocol):
@@ -170,7 +171,7 @@ class GoodputWindow:
 class Patience:
     """How long a step that missed may wait for growth before it starts without.
 
-    Growth that comes in time saves (tokens accepted after a wait) x (seconds per token) less what verifying them costs. If it
+    Growth that comes in time saves (tokens accepted after a wait) x (seconds per token) less what verifying costs. If it
     usually comes sooner than that, it is worth waiting for, though never much longer; else the step starts at once, and only
     now and then is it looked again how long growth takes.
     """

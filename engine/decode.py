@@ -1,6 +1,7 @@
 """The whole loop in one process: plain, sequential and tree speculation. The oracle of every distributed test."""
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerFast

@@ -209,7 +209,9 @@ class _Layout:
         if mask.all():
             return None
         hidden = torch.from_numpy(~np.tile(mask, (self._fold, 1))).to(self._pool.data.device)
-        return torch.zeros(hidden.shape, dtype=self._pool.data.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=self._pool.data.dtype, device=hidden.device).masked_fill_(
+            hidden, -torch.inf
+        )
 
     def _gathered(self, start: int, stop: int) -> "list[_Group]":
         """Every row by itself: its keys in position order, padded to a length that its position alone decides."""

@@ -21,7 +21,9 @@ MAX_WINDOW = 63  # draft tokens per step and sequence; a sequence's lease has ro
 class Sequence:
     """A running request on the target: its tokens, how many of them have KV, and why it ended, once it did."""
 
-    def __init__(self, request: GenerationRequest, runner: ModelRunner, tokenizer: PreTrainedTokenizerFast | None) -> None:
+    def __init__(
+        self, request: GenerationRequest, runner: ModelRunner, tokenizer: PreTrainedTokenizerFast | None
+    ) -> None:
         """Leases KV for the whole request; raises InvalidRequest or PoolExhausted."""
         params = request.params
         self.request = request
@@ -85,7 +87,8 @@ def check_prompt(request: GenerationRequest, runner: ModelRunner) -> None:
         raise InvalidRequest("resume_tokens", "must be fewer than max_tokens")
     total = len(request.prompt) + request.params.max_tokens
     if total > runner.max_length:
-        raise InvalidRequest("prompt", f"prompt and max_tokens make {total} tokens; the model's context is {runner.max_length}")
+        message = f"prompt and max_tokens make {total} tokens; the model's context is {runner.max_length}"
+        raise InvalidRequest("prompt", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Outcome:
     tried: int  # draft tokens compared with the target's along the walk: the accepted ones and at most one refused
     path: list[int]  # the accepted nodes of the tree
     margins: list[float]  # of each newly committed token, when asked for
+    error: "StepError | None" = None  # the sequence cannot go on; nothing else is set
 
 
 class StepError(RuntimeError):

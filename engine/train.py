@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,8 @@ KEY_VALUE_HEADS = dict(target=2, draft=1)
 def corpus_files() -> tuple[list[Path], list[Path]]:
     """The standard library's modules as (training files, held-out files), each sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    training, held_out = [], []
+    training: list[Path] = []
+    held_out: list[Path] = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_DIRECTORIES & set(relative.parts):
@@ -89,19 +91,19 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> torch.
 
 def build_model(shape: dict[str, int], key_value_heads: int, config: TrainingConfig) -> LlamaForCausalLM:
     """A fresh Llama with tied embeddings and heads of 64 dimensions."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            num_key_value_heads=key_value_heads,
-            head_dim=64,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
-            **shape,
-        )
-    ).to(config.device)
+    settings: dict[str, Any] = dict(
+        vocab_size=config.vocab_size,
+        num_key_value_heads=key_value_heads,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(LlamaConfig(**(settings | shape)))
+    torch.nn.Module.to(model, config.device)
+    return model
 
 
 def batch_at(step: int, data: torch.Tensor, config: TrainingConfig) -> torch.Tensor:
@@ -211,7 +213,8 @@ def load_or_train_tokenizer(files: list[Path], config: TrainingConfig) -> PreTra
     saved = config.work / "tokenizer"
     if not saved.exists():
         train_tokenizer(read_texts(files), config.vocab_size).save_pretrained(saved)
-    return PreTrainedTokenizerFast.from_pretrained(saved)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(saved)
+    return tokenizer
 
 
 def recipe(config: TrainingConfig) -> dict[str, int | float]:
@@ -273,7 +276,8 @@ def export(
     """Writes both models as ordinary bfloat16 safetensors checkpoints with their tokenizer."""
     for name, model in (("code-target", target), ("code-draft", draft)):
         weights = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
-        copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+        copy = LlamaForCausalLM(model.config)
+        torch.nn.Module.to(copy, torch.bfloat16)
         copy.load_state_dict(weights)
         copy.save_pretrained(config.out / name)
         tokenizer.save_pretrained(config.out / name)

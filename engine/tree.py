@@ -198,8 +198,7 @@ class TokenTree:
             unbroken = unbroken and self.slot[node] != NO_SLOT
             if unbroken:
                 path_slots.append(int(self.slot[node]))
-        held = self.slot[: self.size]
-        held = set(held[held != NO_SLOT].tolist())
+        held = set(self.slot[: self.size].tolist()) - {NO_SLOT}
         if node < 0:
             self.reset(tokens[-1])
             return Moved(tuple(path_slots), tuple(held - set(path_slots)), hit=False, children=0)
@@ -234,7 +233,7 @@ class TokenTree:
         """Raises AssertionError unless every invariant of the arrays holds."""
         n = self.size
         assert 1 <= n <= self.capacity
-        assert self.parent[ROOT] == -1 and self.depth[ROOT] == 0 and self.probability[ROOT] == 1
+        assert (self.parent[ROOT], self.depth[ROOT], self.probability[ROOT]) == (-1, 0, 1)
         for node in range(1, n):
             parent = int(self.parent[node])
             assert 0 <= parent < node, f"node {node} stands before its parent"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cluster.draft_state import CloseSession, Command, CommitTokens, DraftState, OpenSession, resend
-from cluster.link import nonsense
+from cluster.faulty_link import nonsense
 from cluster.target_state import TargetState
 from engine.tree import Moved, TokenTree
 from engine.types import Down, Growth, KVHandle, SamplingParams, Up

@@ -103,8 +103,8 @@ SPECULATIONS: dict[str, Make] = {
     "ngram-3": ngram(3),
     "ngram-12": ngram(12),
     "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
-    "nonsense-chain": nonsense(FixedChain(8)),
-    "nonsense-tree": nonsense(FixedTree(15)),
+    "nonsense-chain": nonsense(FixedChain(4)),
+    "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),
 }
 
@@ -186,9 +186,8 @@ def transformers_greedy(path: Path, prompts: Sequence[Tokens], tokens: int) -> l
 def versus_transformers(runner: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> list[Difference]:
     """Plain greedy decoding against transformers' generate with the same checkpoint."""
     expected = transformers_greedy(runner.path, prompts, tokens)
-    requests = [
-        GenerationRequest(str(i), prompt, SamplingParams(max_tokens=tokens)) for i, prompt in enumerate(prompts)
-    ]
+    params = SamplingParams(max_tokens=tokens)
+    requests = [GenerationRequest(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     return list(differences(run(runner, requests, margins=True), expected))
 
 

@@ -1,6 +1,6 @@
 """The promise: one process, every drafter, window, batch and temperature, the same tokens; and nothing left behind."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,14 +12,14 @@ from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.kv import KVPool, PoolExhausted
 from engine.runner import ModelRunner, SequenceRows
-from engine.step import MAX_WINDOW, StepError
+from engine.step import MAX_WINDOW, Outcome, StepError
 from engine.text import StopStrings
 from engine.types import GenerationRequest, InvalidRequest, SamplingParams
 from engine.windows import FixedChain, FixedTree
 from tests import exact
 from tests.exact import TEMPERATURES, TIE, Tokens, audit, differences, make_requests, run
 
-TOKENS = 40
+TOKENS = 48
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,12 @@ def plain(_target: ModelRunner, prompts: list[Tokens]) -> dict[float, list[list[
 
 def one(prompt: Tokens, params: SamplingParams | None = None, resume: Sequence[int] = ()) -> GenerationRequest:
     return GenerationRequest("request", prompt, params or SamplingParams(max_tokens=TOKENS), tuple(resume))
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
+    text = tokenizer.decode(list(tokens))
+    assert isinstance(text, str)
+    return text
 
 
 def only(generations: list[Generation]) -> Generation:
@@ -71,30 +77,30 @@ def test_the_batch_is_invisible(
     requests = make_requests(prompts, temperature, TOKENS)
     together = run(target, requests)
     assert not list(differences(together, plain[temperature]))
-    backwards = run(target, requests[::-1], batch=3)
+    backwards = run(target, requests[::-1], batch=2)
     assert not list(differences(backwards, plain[temperature][::-1]))
 
 
 @pytest.mark.parametrize(
     ("name", "temperature", "batch"),
     [
-        ("chain-1", 0.7, 8),
+        ("chain-1", 0.7, 5),
         ("chain-5", 0.0, 1),
-        ("chain-5", 1.0, 4),
+        ("chain-5", 1.0, 3),
         ("chain-15", 0.7, 1),
         ("tree-7", 1.0, 1),
-        ("tree-7", 0.7, 4),
-        ("tree-31", 0.0, 4),
-        ("tree-goodput", 0.0, 8),
-        ("tree-goodput", 0.7, 4),
+        ("tree-7", 0.7, 3),
+        ("tree-31", 0.0, 3),
+        ("tree-goodput", 0.0, 5),
+        ("tree-goodput", 0.7, 3),
         ("tree-goodput", 1.0, 1),
-        ("ngram-3", 1.0, 8),
-        ("ngram-12", 0.0, 4),
+        ("ngram-3", 1.0, 5),
+        ("ngram-12", 0.0, 3),
         ("ngram-12", 0.7, 1),
         ("ngram-goodput", 0.0, 1),
-        ("nonsense-chain", 0.0, 4),
-        ("nonsense-tree", 0.7, 4),
-        ("nonsense-goodput", 1.0, 4),
+        ("nonsense-chain", 0.0, 3),
+        ("nonsense-tree", 0.7, 3),
+        ("nonsense-goodput", 1.0, 3),
     ],
 )
 def test_speculation_is_invisible(
@@ -106,7 +112,7 @@ def test_speculation_is_invisible(
     temperature: float,
     batch: int,
 ) -> None:
-    chosen = slice(0, 4) if batch == 1 else slice(None)
+    chosen = slice(0, 2) if batch == 1 else slice(None)
     requests = make_requests(prompts, temperature, TOKENS)[chosen]
     generations = run(target, requests, exact.SPECULATIONS[name](draft), batch)
     assert not list(differences(generations, plain[temperature][chosen]))
@@ -128,15 +134,15 @@ def test_a_perfect_draft_is_invisible_and_fast(
 ) -> None:
     drafts = ModelRunner(exact.TARGET, dtype="float32", kv_tokens=2048)
     speculation = Speculation(ModelDrafter(drafts, Growing(children=1)), FixedChain(7), 7)
-    generation = only(run(target, make_requests(prompts[:1], 1.0, TOKENS), speculation))
-    assert generation.tokens == plain[1.0][0]
-    assert generation.tokens_per_step > 6
+    generation = only(run(target, make_requests(prompts[:1], 0.0, TOKENS), speculation))
+    assert generation.tokens == plain[0.0][0]
+    assert generation.tokens_per_step > 5
     assert drafts.pool.used_pages == 0
 
 
 def test_bfloat16_keeps_the_promise_too(prompts: list[Tokens]) -> None:
     target = ModelRunner(exact.DRAFT, dtype="bfloat16", invariant=True, kv_tokens=1024)
-    requests = make_requests(prompts[:3], 0.7, 12)
+    requests = make_requests(prompts[-3:], 0.7, 12)
     expected = [generation.tokens for generation in run(target, requests, batch=1)]
     assert not list(differences(run(target, requests), expected))
     assert not list(differences(run(target, requests, exact.ngram(5)(target)), expected))
@@ -205,7 +211,7 @@ def test_a_stop_string_may_begin_in_the_resumed_output(
     target: ModelRunner, prompts: list[Tokens], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     first = only(decode(target, [one(prompts[0], SamplingParams(max_tokens=12, ignore_eos=True))])).tokens
-    text = tokenizer.decode(first[5:7])
+    text = text_of(tokenizer, first[5:7])
     params = SamplingParams(max_tokens=12, ignore_eos=True, stop=(text,))
     whole = only(decode(target, [one(prompts[0], params)], tokenizer=tokenizer))
     assert whole.finish_reason == "stop"
@@ -261,16 +267,16 @@ def test_a_stop_string_ends_the_output_at_the_token_that_completes_it(
     name: str,
 ) -> None:
     tokens = plain[0.0][0]
-    text = tokenizer.decode(tokens)
+    text = text_of(tokenizer, tokens)
     stop = text[len(text) // 2 : len(text) // 2 + 6]
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, stop=("never said", stop))
     speculation = exact.SPECULATIONS[name](draft) if name != "plain" else None
     generation = only(decode(target, [one(prompts[0], params)], speculation, tokenizer))
     assert generation.finish_reason == "stop"
     assert generation.tokens == tokens[: len(generation.tokens)]
-    assert stop in tokenizer.decode(generation.tokens)
-    assert stop not in tokenizer.decode(generation.tokens[:-1])
-    assert StopStrings((stop,)).push(tokenizer.decode(generation.tokens)) == text[: text.find(stop)]
+    assert stop in text_of(tokenizer, generation.tokens)
+    assert stop not in text_of(tokenizer, generation.tokens[:-1])
+    assert StopStrings((stop,)).push(text_of(tokenizer, generation.tokens)) == text[: text.find(stop)]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 13])
@@ -326,6 +332,7 @@ def test_a_cancelled_batch_frees_everything(
 ) -> None:
     speculation = exact.SPECULATIONS[name](draft) if name != "plain" else None
     steps = decode_steps(target, make_requests(prompts[:3], 0.7, 20), speculation)
+    assert isinstance(steps, Generator)
     for _ in range(after):
         next(steps)
     steps.close()
@@ -344,7 +351,7 @@ def test_everything_stays_in_order_during_a_batch(
 
 def test_too_many_requests_for_the_pool_free_everything(target: ModelRunner, prompts: list[Tokens]) -> None:
     with pytest.raises(PoolExhausted):
-        decode(target, make_requests(prompts * 3, 0.0, 128))
+        decode(target, make_requests(prompts * 2, 0.0, 192))
     audit(target, None)
 
 
@@ -396,7 +403,7 @@ def spoil(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, prompt: Tokens, 
 def test_logits_that_are_not_finite_name_the_request(
     target: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch, temperature: float, value: float
 ) -> None:
-    requests = make_requests([prompts[2], prompts[0]], temperature, 8)
+    requests = make_requests([prompts[4], prompts[0]], temperature, 8)
     spoil(target, monkeypatch, prompts[0], value)
     with pytest.raises(StepError, match="request 1 are not finite") as failed:
         decode(target, requests)
@@ -407,12 +414,10 @@ def test_logits_that_are_not_finite_name_the_request(
 def test_nothing_is_committed_in_a_step_that_fails(
     target: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = make_requests([prompts[2], prompts[0]], 0.0, 8)
+    requests = make_requests([prompts[4], prompts[0]], 0.0, 8)
     spoil(target, monkeypatch, prompts[0], float("nan"))
-    steps = decode_steps(target, requests)
-    seen: list[int] = []
+    collected: list[tuple[int, Outcome]] = []
     with pytest.raises(StepError):
-        for index, outcome in steps:
-            seen += outcome.tokens if index == 0 else []
-            first = outcome.sequence if index == 0 else first
-    assert first.tokens[len(prompts[2]) :] == seen
+        collected.extend(decode_steps(target, requests))
+    other = [outcome for index, outcome in collected if index == 0]
+    assert other[-1].sequence.tokens[2:] == [token for outcome in other for token in outcome.tokens]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster import draft_state
 from cluster.draft_state import LEASE_S, CloseSession, CommitTokens, DraftState, OpenSession, resend
-from cluster.link import nonsense
+from cluster.faulty_link import nonsense
 from engine.kv import HandleChain
 from engine.tree import TokenTree
 from engine.types import Close, Commit, Down, NeedPrefix, Open, Renew, SamplingParams
@@ -225,6 +225,22 @@ def test_mirrors_heal_after_any_trouble(events: list[tuple[str, Random]]) -> Non
         world.check()
     world.open(11)
     assert all(world.calm())
+
+
+def test_lost_growth_comes_again_by_the_next_commit() -> None:
+    world = World(drafts=1)
+    world.link(0)
+    world.open(7)
+    (session,) = world.tokens
+    world.exchange()
+    for _ in range(4):
+        world.drafts[0].drafter.grow()
+    world.send()
+    world.up[0].clear()
+    assert not world.step(session)
+    for _ in range(2):  # the commit, then the answer to it; nothing grows
+        world.exchange()
+    assert world.step(session)
 
 
 @pytest.mark.parametrize("seed", range(10))

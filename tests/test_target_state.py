@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.link import nonsense
+from cluster.faulty_link import nonsense
 from cluster.target_state import COMMIT_TAIL, MIRROR_NODES, SESSION_BITS, TargetState
 from engine.kv import HandleChain
 from engine.tree import ROOT

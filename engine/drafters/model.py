@@ -30,7 +30,9 @@ class Growing:
 class _Session:
     """One sequence on the draft: committed tokens, how many have KV, and the tree behind them."""
 
-    def __init__(self, tokens: list[int], params: SamplingParams, lease: Lease, tree_lease: Lease, capacity: int) -> None:
+    def __init__(
+        self, tokens: list[int], params: SamplingParams, lease: Lease, tree_lease: Lease, capacity: int
+    ) -> None:
         self.tokens = tokens
         self.params = params
         self.computed = 0
@@ -145,7 +147,9 @@ class ModelDrafter:
         tree = held.tree
         for node in nodes:
             tree.slot[node] = held.free_slots.pop()
-        computed = np.flatnonzero(tree.slot[: tree.size] != NO_SLOT)  # the root's KV stands in the prefix
+        computed = np.flatnonzero(tree.slot[: tree.size] != NO_SLOT).astype(
+            np.int32
+        )  # the root's KV stands in the prefix
         return SequenceRows(
             lease=held.lease,
             prefix=held.computed,

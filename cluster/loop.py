@@ -1,0 +1,124 @@
+"""A replica's loop: a thread that takes turns, and does between them what others ask for."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from cluster.placement import Placement
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Loop:
+    """Takes turns while there is something to do, else pauses until it is woken. Its methods may be called anywhere."""
+
+    def __init__(
+        self,
+        name: str,
+        placement: Placement,
+        pause_s: float,
+        turn: Callable[[], bool],
+        end: Callable[[Exception | None], None],
+    ) -> None:
+        """turn: does something and returns True, or returns False; also called after every pause of `pause_s` seconds.
+
+        end: called last, on the thread too, with what a turn raised; the loop ends by that or by `stop`.
+        """
+        self._placement = placement
+        self._pause_s = pause_s
+        self._turn, self._end = turn, end
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._idle = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begins taking turns."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the turn that runs and what was asked for, and waits for that."""
+        self._stopping = True
+        self._woken.set()
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """False once it was stopped, or a turn failed."""
+        return not self._stopping and self._thread.is_alive()
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Has `action` done before the next turn; never if the loop has ended."""
+        self._inbox.append(action)
+        self.wake()
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer, found between two turns; raises what the question raises."""
+        answer: Future[T] = Future()
+        self.do(lambda: _answer(question, answer))
+        while self._thread.is_alive() and not answer.done():
+            wait([answer], timeout=0.1)
+        return answer.result() if answer.done() else question()
+
+    def wake(self) -> None:
+        """There is something to do."""
+        with self._lock:
+            self._woken.set()
+            self._idle.clear()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Blocks until a turn found nothing to do and nothing came since: True; False after `timeout_s`."""
+        return self._idle.wait(timeout_s)
+
+    # from within a turn
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody waits for this turn to end."""
+        return bool(self._inbox) or self._stopping
+
+    def listen(self) -> None:
+        """From now on, `pause` ends for what comes in."""
+        self._woken.clear()
+
+    def pause(self, seconds: float) -> bool:
+        """Waits to be woken: True; False after `seconds`."""
+        return self._woken.wait(seconds)
+
+    def _run(self) -> None:
+        self._placement.apply_to_thread()
+        failure = None
+        try:
+            while not self._stopping:
+                self.listen()
+                self._do_asked()
+                if not self._turn():
+                    self._rest()
+            self._do_asked()
+        except Exception as error:  # noqa: BLE001 - the thread's edge: those who wait for it must be told
+            logger.exception("%s failed", self._thread.name)
+            failure = error
+        self._end(failure)
+
+    def _do_asked(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _rest(self) -> None:
+        with self._lock:
+            if not self._woken.is_set():
+                self._idle.set()
+        self.pause(self._pause_s)
+
+
+def _answer(question: Callable[[], T], answer: "Future[T]") -> None:
+    try:
+        answer.set_result(question())
+    except Exception as error:  # noqa: BLE001 - it belongs to the one who asked
+        answer.set_exception(error)

@@ -1,0 +1,257 @@
+"""The command `paceline`. Thin: what the commands do stands elsewhere and is imported when a command runs."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from engine.checkpoint import ModelError, check_checkpoint
+from engine.types import InvalidRequest, SamplingParams, require
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+BAD_INPUT, FAILED = 2, 1  # exit codes
+# Typer brings its own copy of click or uses click itself, depending on its version; both derive errors like this.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Mode = Literal["pipelined", "sequential", "plain"]
+
+
+class OneLineErrors(TyperGroup):
+    """Says what is wrong with the arguments in one line, as every other error here."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+        """Runs a command; see TyperGroup."""
+        standalone = extra.pop("standalone_mode", True)
+        try:
+            code = super().main(args, **extra, standalone_mode=False)
+        except UsageError as error:
+            if not standalone:
+                raise
+            _complain(f"{error.format_message()} See '{error.ctx.command_path if error.ctx else 'paceline'} --help'.")
+            code = error.exit_code
+        if standalone:
+            sys.exit(code or 0)
+        return code
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    rich_markup_mode="rich",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Serves language models faster without changing their answer.
+
+A small [bold]draft[/bold] model guesses ahead; the large [bold]target[/bold] model checks many guesses in one forward
+pass, and alone decides every token. The two run side by side, on a core or GPU each, and never wait for each other.
+
+[dim]Start with[/dim] paceline demo[dim], or[/dim] paceline generate 'def fibonacci(n):'""",
+)
+
+TargetOption = Annotated[Path, typer.Option(help="checkpoint of the target", show_default="the bundled one")]
+DraftOption = Annotated[Path, typer.Option(help="checkpoint of the draft", show_default="the bundled one")]
+DtypeOption = Annotated[Dtype, typer.Option(help="of both models; auto: bfloat16 where the hardware computes in it")]
+InvariantOption = Annotated[
+    bool,
+    typer.Option("--invariant", help="bits that don't depend on how tokens are batched: the same text in every mode"),
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
+    """Handles what stands before a command."""
+    if show_version:
+        version()
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="text to continue; - reads it from standard input")],
+    target: TargetOption = MODELS / "code-target",
+    draft: DraftOption = MODELS / "code-draft",
+    dtype: DtypeOption = "auto",
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; 1 samples from the model as it is")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="sample from so many likeliest tokens; 0: from all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="sample from the likeliest tokens that hold this much probability")
+    ] = 1.0,
+    min_p: Annotated[float, typer.Option(help="drop tokens below this share of the likeliest one's probability")] = 0.0,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="new tokens at most")] = 128,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be given several times")] = None,
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            help="pipelined: two actors that work at the same time; sequential: one process, in turns; plain: no draft"
+        ),
+    ] = "pipelined",
+    invariant: InvariantOption = False,
+    stats: Annotated[bool, typer.Option("--stats", help="print speed and acceptance to standard error")] = False,
+) -> None:
+    r"""Continues a prompt and streams the text to standard output.
+
+    The mode changes the speed, not the text: seed and parameters decide that.
+
+    [dim]Examples[/dim]
+
+      paceline generate 'import os' --mode plain
+
+      paceline generate - --temperature 0.8 --seed 7 --stats < prompt.txt
+
+      paceline generate 'def add(' --stop $'\n\n' --max-tokens 64
+    """
+    with one_line_errors():
+        text = sys.stdin.read() if prompt == "-" else prompt
+        require(bool(text), "prompt", "must not be empty")
+        params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
+        context = check_models(target, draft if mode != "plain" else None)
+        from deployments.generate import Pair, make_request, print_text
+        from engine.text import load_tokenizer
+
+        pair = Pair(target, draft if mode != "plain" else None, dtype, invariant)
+        tokenizer = load_tokenizer(target)
+        request = make_request(text, params, tokenizer, context)
+    with runtime_errors():
+        print_text(request, pair, mode, tokenizer, stats)
+
+
+@app.command()
+def demo(
+    target: TargetOption = MODELS / "code-target",
+    draft: DraftOption = MODELS / "code-draft",
+    dtype: DtypeOption = "auto",
+    tokens: Annotated[int, typer.Option(min=16, help="new tokens per prompt")] = 128,
+    out: Annotated[Path, typer.Option(help="folder of the picture")] = Path("build/demo"),
+    invariant: InvariantOption = False,
+) -> None:
+    """Shows the two actors at work: coloured streams, a table of alternatives, and a picture of who did what when.
+
+    Starts Ray on this machine with a target and a draft on a core (or GPU) each and streams three prompts at T = 0 and
+    T = 1. Then it runs the same prompts plain (the target alone) and sequentially (draft and target in turns) on the
+    target's core, and compares speed and output.
+    """
+    with one_line_errors():
+        context = check_models(target, draft)
+        from deployments.demo import DemoConfig, load_requests, run_demo
+
+        config = DemoConfig(target, draft, dtype, tokens, out, invariant)
+        requests = load_requests(config, MODELS / "heldout.jsonl", context)
+    with runtime_errors():
+        run_demo(config, requests, Console(highlight=False))
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="folder that gets the two checkpoints")] = Path("models"),
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 2400,
+    batch_size: Annotated[int, typer.Option(min=1, help="sequences per step")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=2, help="tokens per sequence")] = 256,
+    learning_rate: Annotated[float, typer.Option(min=0, help="peak; the schedule is a cosine")] = 3e-3,
+    seed: Annotated[int, typer.Option(min=0, help="of weights and batches")] = 0,
+    work: Annotated[Path, typer.Option(help="folder of the state from which a run resumes")] = Path("build/train"),
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="where to compute", show_default="cuda if there is one")
+    ] = None,
+) -> None:
+    """Trains the bundled pair: a target from scratch and a draft distilled from it, on Python's own standard library.
+
+    An hour or so on two cores. Interrupt it at any time: the same command goes on where the last saved step ended.
+
+    [dim]Example[/dim]
+
+      paceline train --steps 200 --out build/tiny --work build/tiny-state
+    """
+    import torch
+
+    from engine.train import TrainingConfig
+    from engine.train import train as run
+
+    given: dict[str, Any] = {"device": device} if device else {}
+    config = TrainingConfig(
+        out=out,
+        work=work,
+        steps=steps,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        learning_rate=learning_rate,
+        seed=seed,
+        **given,
+    )
+    with one_line_errors():
+        require(device != "cuda" or torch.cuda.is_available(), "device", "there is no CUDA device here")
+        figures = run(config)
+    if figures:
+        typer.echo(f"held-out loss {figures['held_out_loss']:.3f}, agreement {figures['agreement']:.3f}")
+    typer.echo(f"written: {out}/code-target, {out}/code-draft")
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    try:
+        typer.echo(f"paceline {installed_version('paceline')}")
+    except PackageNotFoundError:
+        typer.echo("paceline, not installed")
+
+
+def check_models(target: Path, draft: Path | None) -> int:
+    """Tokens that fit in the target's context; raises ModelError when the checkpoints can't be used together."""
+    values = check_checkpoint(target)
+    if draft is not None:
+        sizes = values["vocab_size"], check_checkpoint(draft)["vocab_size"]
+        if sizes[0] != sizes[1]:
+            raise ModelError(f"vocabularies differ: {sizes[0]} tokens in {target}, {sizes[1]} in {draft}")
+    return int(values.get("max_position_embeddings", sys.maxsize))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns bad input into one line and exit code 2."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = "PROMPT" if error.param == "prompt" else "--" + error.param.replace("_", "-")
+        fail(f"{name}: {error.message}", BAD_INPUT)
+    except (OSError, ValueError) as error:
+        fail(str(error), BAD_INPUT)
+
+
+@contextmanager
+def runtime_errors() -> Iterator[None]:
+    """Turns what can go wrong while models run into one line and exit code 1."""
+    import ray
+
+    from deployments.generate import GenerationFailed
+
+    try:
+        yield
+    except (ray.exceptions.RayError, GenerationFailed, ModelError, InvalidRequest, TimeoutError) as error:
+        fail(str(error).strip().splitlines()[-1], FAILED)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Ends the command with one line on standard error."""
+    _complain(message)
+    raise typer.Exit(code)
+
+
+def _complain(message: str) -> None:
+    typer.echo(f"paceline: {' '.join(message.split())}", err=True)
+
+
+if __name__ == "__main__":
+    app()
