@@ -7,7 +7,7 @@ PROTO_DIR := proto/paceline/v1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format proto
+.PHONY: help demo test check exact format proto
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generate
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_proto.py
+
+exact: $(VENV)/.installed-dev ## the larger exactness matrix: drafters x windows x batches x temperatures
+	$(BIN)/python tests/exact.py
 
 format: $(VENV)/.installed-dev ## format, and fix what the linter can fix
 	$(BIN)/ruff check --fix .

@@ -32,6 +32,7 @@ WindowName = Literal["goodput", "chain", "tree"]
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
+_LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
 _WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -101,7 +102,7 @@ class TargetActor:
         cost = CostModel(runner.called_with)
         warm_up(runner, cost)
         self._cost = cost
-        self._registry = ray.get_actor(registry)
+        self._registry: Any = ray.get_actor(registry)
         self._replica = TargetReplica(
             runner,
             make_window(config.window, config.window_size, cost),
@@ -119,16 +120,21 @@ class TargetActor:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Streams a request's chunks. When the reader goes away, the work stops within a step.
 
-        Raises InvalidRequest or Overloaded.
+        Raises InvalidRequest, Overloaded or Closed.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[TokenChunk] = asyncio.Queue()
+        behind = False  # from the first chunk on that found no room
 
         def sink(chunk: TokenChunk) -> None:
-            if queue.qsize() >= MAX_CHUNKS:
+            nonlocal behind
+            behind = behind or queue.qsize() >= MAX_CHUNKS
+            if behind and chunk.finish_reason is None:
                 self._replica.cancel(request.request_id)
-            else:
-                loop.call_soon_threadsafe(queue.put_nowait, chunk)
+                return
+            if behind:
+                chunk = TokenChunk(request.request_id, (), (), "error", "the reader fell behind")
+            loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
         self._replica.submit(request, sink)
         finished = False
@@ -156,9 +162,6 @@ class TargetActor:
     async def set_speculation(self, on: bool) -> None:
         """Drops all links and makes no more (the target decodes alone), or goes back to using drafts."""
         self._speculate = on
-        if not on:
-            for link in self._linked.values():
-                link.close()
         while bool(self._replica.stats().drafts) != on:
             await asyncio.sleep(0.01)
 
@@ -174,7 +177,7 @@ class TargetActor:
     async def check(self, timeout_s: float = 10.0) -> None:
         """Audits the replica once it is idle; raises AssertionError."""
         assert await asyncio.to_thread(self._replica.wait_idle, timeout_s), "the target did not become idle"
-        self._replica.check()
+        await asyncio.to_thread(self._replica.check)
 
     async def trace(self, on: bool) -> list[Span]:
         """Switches tracing; the spans recorded so far."""
@@ -186,12 +189,20 @@ class TargetActor:
         return os.getpid()
 
     def _keep_linked(self) -> NoReturn:
-        """Attaches to every live draft, again and again, until the process ends."""
+        """Attaches to every live draft, again and again, as long as the replica runs."""
         pause = threading.Event()
-        while True:
+        while self._replica.alive:
             if self._speculate:
                 self._link_to_new()
+            else:
+                self._drop_links()
             pause.wait(_ANNOUNCE_EVERY_S / 2)
+        _give_up()
+
+    def _drop_links(self) -> None:
+        for link in self._linked.values():
+            link.close()
+        self._linked.clear()
 
     def _link_to_new(self) -> None:
         self._linked = {name: link for name, link in self._linked.items() if link.alive}
@@ -215,7 +226,7 @@ class DraftActor:
     def __init__(self, config: DraftConfig, placement: Placement, registry: str) -> None:
         """registry: the name of the Registry actor."""
         placement.apply_to_process()
-        self._registry = ray.get_actor(registry)
+        self._registry: Any = ray.get_actor(registry)
         self._replica = DraftReplica(make_drafter(config, placement), placement)
         self._server = DraftServer(config.host, config.port, self._replica.add_link)
         self._name = uuid.uuid4().hex
@@ -226,10 +237,13 @@ class DraftActor:
         return self._replica.stats()
 
     async def check(self, timeout_s: float = 10.0) -> None:
-        """Audits the replica once it is idle; raises AssertionError."""
+        """Audits the replica once it holds no session; raises AssertionError."""
+        deadline = time.monotonic() + timeout_s
+        while self._replica.stats().sessions:
+            assert time.monotonic() < deadline, "a session is left behind"
+            await asyncio.sleep(0.01)
         assert await asyncio.to_thread(self._replica.wait_idle, timeout_s), "the draft did not become idle"
-        self._replica.check()
-        assert self._replica.stats().sessions == 0, "a session is left behind"
+        await asyncio.to_thread(self._replica.check)
 
     async def trace(self, on: bool) -> list[Span]:
         """Switches tracing; the spans recorded so far."""
@@ -242,10 +256,17 @@ class DraftActor:
 
     def _keep_announced(self) -> NoReturn:
         pause = threading.Event()
-        while True:
+        while self._replica.alive:
             entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)
             self._registry.announce.remote(entry)
             pause.wait(_ANNOUNCE_EVERY_S)
+        _give_up()
+
+
+def _give_up() -> NoReturn:
+    """Ends the process of a replica that failed, so that Ray starts another."""
+    time.sleep(_LAST_WORDS_S)
+    os._exit(1)
 
 
 def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:

@@ -1,12 +1,12 @@
 """A draft replica: one loop that listens to its targets, grows their sessions' trees and sends the growth."""
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 
 from cluster.draft_state import CloseSession, Command, CommitTokens, DraftState, OpenSession, resend
 from cluster.link import Link
+from cluster.loop import Loop
 from cluster.placement import Placement
 from cluster.trace import Trace
 from engine.drafters import Drafter
@@ -33,68 +33,67 @@ class DraftReplica:
 
     def __init__(self, drafter: Drafter, placement: Placement | None = None) -> None:
         self._drafter = drafter
-        self._placement = placement or Placement()
         self._state = DraftState()
         self._links: dict[int, Link[Up, Down]] = {}
-        self._joining: list[Link[Up, Down]] = []
         self._next_stream = 0
         self._fresh: dict[int, None] = {}  # keys with growth to send
-        self._wake = threading.Event()
-        self._idle = threading.Event()
-        self._closed = False
         self._steps, self._busy_s, self._started = 0, 0.0, time.monotonic()
         self._next_expiry = self._started + _EXPIRE_EVERY_S
         self.trace = Trace()
-        self._thread = threading.Thread(target=self._run, name="paceline-draft", daemon=True)
-        self._thread.start()
+        self._loop = Loop("paceline-draft", placement or Placement(), _EXPIRE_EVERY_S, self._turn, self._end)
+        self._loop.start()
 
     def add_link(self, link: Link[Up, Down]) -> None:
         """A target connected. May be called from any thread."""
-        self._joining.append(link)
-        link.set_notify(self._wake.set)
-        self._wake.set()
+        self._loop.do(lambda: self._join(link))
 
     def stats(self) -> DraftStats:
         """What it did so far; may be called from any thread."""
         wall_s = time.monotonic() - self._started
         return DraftStats(len(self._links), self._state.sessions, self._steps, self._busy_s, wall_s)
 
+    @property
+    def alive(self) -> bool:
+        """False once it was closed, or failed for good."""
+        return self._loop.alive
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until there is nothing to do (no message, nothing to grow): True; False after `timeout_s`."""
-        return self._idle.wait(timeout_s)
+        return self._loop.wait_idle(timeout_s)
 
     def check(self) -> None:
-        """Audits everything it holds; for when it is idle. Raises AssertionError."""
+        """Audits everything it holds, between two steps. Raises AssertionError."""
+        self._loop.ask(self._audit)
+
+    def close(self) -> None:
+        """Ends the loop, all sessions and all links."""
+        self._loop.stop()
+
+    def _turn(self) -> bool:
+        heard = self._listen()
+        grown = self._grow()
+        self._send()
+        return heard or grown
+
+    def _end(self, failure: Exception | None) -> None:
+        for stream, link in self._links.items():
+            link.close()
+            self._apply(self._state.stream_closed(stream))
+        self._links.clear()
+
+    def _audit(self) -> None:
         self._state.check()
         self._drafter.check()
 
-    def close(self) -> None:
-        """Ends the loop and all links."""
-        self._closed = True
-        self._wake.set()
-        self._thread.join()
-        for link in self._links.values():
-            link.close()
-
-    def _run(self) -> None:
-        self._placement.apply_to_thread()
-        while not self._closed:
-            self._wake.clear()
-            heard = self._listen()
-            grown = self._grow()
-            self._send()
-            if not heard and not grown:
-                self._idle.set()
-                self._wake.wait(_EXPIRE_EVERY_S)
-                self._idle.clear()
+    def _join(self, link: Link[Up, Down]) -> None:
+        self._links[self._next_stream] = link
+        self._next_stream += 1
+        link.set_notify(self._loop.wake)
 
     def _listen(self) -> bool:
-        """Takes in new links, messages and ends of links; whether there were any."""
+        """Takes in messages and ends of links; whether there were any."""
         now = time.monotonic()
         heard = False
-        while self._joining:
-            self._links[self._next_stream] = self._joining.pop(0)
-            self._next_stream += 1
         for stream, link in list(self._links.items()):
             alive = link.alive
             for message in link.receive():
@@ -124,7 +123,7 @@ class DraftReplica:
         try:
             self._drafter.open(command.key, command.tokens, command.params)
         except PoolExhausted as error:
-            logger.warning("session refused: %s", error)
+            logger.debug("session refused: %s", error)  # it will be tried again and again
             self._state.refused(command.key)
 
     def _commit(self, command: CommitTokens) -> None:
@@ -132,9 +131,10 @@ class DraftReplica:
         try:
             moved = self._drafter.commit(command.key, command.tokens)
         except PoolExhausted as error:
-            logger.warning("session dropped: %s", error)
+            logger.debug("session dropped: %s", error)
             self._drafter.close(command.key)
             self._state.refused(command.key)
+            self._fresh.pop(command.key, None)
             return
         if command.resend and moved.children:
             resend(self._drafter.tree(command.key))

@@ -101,7 +101,7 @@ class Loop:
                 if not self._turn():
                     self._rest()
             self._do_asked()
-        except Exception as error:  # noqa: BLE001 - the thread's edge: those who wait for it must be told
+        except Exception as error:  # the edge of the thread: those who wait for it must be told
             logger.exception("%s failed", self._thread.name)
             failure = error
         self._end(failure)

@@ -5,14 +5,13 @@ what was committed, hand out the tokens.
 """
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from transformers import PreTrainedTokenizerFast
 
+from cluster.intake import Intake, Running, Sink, Submitted
 from cluster.link import Link
 from cluster.loop import Loop
 from cluster.placement import Placement
@@ -21,21 +20,11 @@ from cluster.trace import Trace
 from engine.budget import Patience, Window
 from engine.kv import PoolExhausted
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, Stepper, check_prompt
-from engine.types import Commit, Down, GenerationRequest, Growth, Origin, TokenChunk, Up
+from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_prompt
+from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up, require
 
 logger = logging.getLogger(__name__)
-Sink = Callable[[TokenChunk], None]
-MAX_WAITING = 1024  # requests that wait for KV; more are refused
 _RENEW_EVERY_S = 5.0
-
-
-class Overloaded(RuntimeError):
-    """Too many requests wait already."""
-
-
-class Closed(RuntimeError):
-    """The replica has ended."""
 
 
 @dataclass
@@ -59,32 +48,6 @@ class TargetStats:
     active_s: float = 0.0  # with at least one decoding sequence
     prefill_s: float = 0.0  # in steps that only prefilled
     link: dict[str, int] = field(default_factory=dict)  # cluster.target_state.Counters
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Submitted:
-    """A request and who gets its chunks."""
-
-    request: GenerationRequest
-    sink: Sink
-
-
-@dataclass
-class _Running:
-    """A request in the batch."""
-
-    submitted: _Submitted
-    sequence: Sequence
-    session: int
-    buffered: list[tuple[int, Origin]] = field(default_factory=list)
-    flushed: float = 0.0
-
-    def take(self) -> tuple[tuple[int, ...], tuple[Origin, ...]]:
-        """Tokens, and their origins, that the client did not get yet."""
-        tokens = tuple(token for token, _ in self.buffered)
-        origins = tuple(origin for _, origin in self.buffered)
-        self.buffered.clear()
-        return tokens, origins
 
 
 class TargetReplica:
@@ -117,11 +80,8 @@ class TargetReplica:
         self._patience = Patience()
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
-        self._lock = threading.Lock()  # guards the next two
-        self._submitted: dict[str, _Submitted] = {}  # by request id, until the last chunk
-        self._ended = False
-        self._waiting: deque[_Submitted] = deque()
-        self._running: dict[str, _Running] = {}
+        self._intake = Intake()
+        self._running: dict[str, Running] = {}
         self._next_renewal = time.monotonic() + _RENEW_EVERY_S
         self._stats = TargetStats()
         self.trace = Trace()
@@ -138,15 +98,8 @@ class TargetReplica:
         check_prompt(request, self._runner)
         can_stop = self._tokenizer is not None or not request.params.stop
         require(can_stop, "stop", "stop strings need the model's tokenizer")
-        submitted = _Submitted(request, sink)
-        with self._lock:
-            if self._ended:
-                raise Closed("the target has ended")
-            require(request.request_id not in self._submitted, "request_id", "a request with this id is running")
-            if len(self._submitted) - len(self._running) >= MAX_WAITING:
-                raise Overloaded(f"{MAX_WAITING} requests are waiting already")
-            self._submitted[request.request_id] = submitted
-        self._loop.do(lambda: self._waiting.append(submitted))
+        self._intake.submit(Submitted(request, sink))
+        self._loop.do(self._admit)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request within one step; unknown ones are ignored. Its last chunk says "cancelled"."""
@@ -162,7 +115,7 @@ class TargetReplica:
 
     def stats(self) -> TargetStats:
         """A snapshot."""
-        now = {"running": len(self._running), "waiting": len(self._waiting), "drafts": len(self._links)}
+        now = {"running": len(self._running), "waiting": len(self._intake.waiting), "drafts": len(self._links)}
         return TargetStats(**{**asdict(self._stats), **now, "link": asdict(self._state.counters)})
 
     @property
@@ -194,13 +147,11 @@ class TargetReplica:
         return bool(self._running)
 
     def _end_all(self, failure: Exception | None) -> None:
-        with self._lock:
-            self._ended = True
-        for submitted in list(self._submitted.values()):
+        for submitted in self._intake.close():
             if failure is None:
                 self._end(submitted, "cancelled")
-            else:
-                self._end(submitted, "error", f"the target failed: {failure}")
+            else:  # what failed stands in the log: it is nothing for clients
+                self._end(submitted, "error", "the target failed")
         for link in self._links.values():
             link.close()
 
@@ -216,7 +167,11 @@ class TargetReplica:
         self._wait_on_miss()
         plans = self._plan()
         forward_started = time.monotonic()
-        outcomes = self._stepper.step(plans)
+        try:
+            outcomes = self._stepper.step(plans)
+        except StepError as error:  # nothing was committed: the others take this step again
+            self._end(self._running[error.request_id].submitted, "error", str(error))
+            return
         forward_s = time.monotonic() - forward_started
         self._account(plans, outcomes, forward_s, forward_started)
         self._receive()  # what grew during the step, before the roots move
@@ -239,7 +194,7 @@ class TargetReplica:
             plans.append(Plan(running.sequence, tree, nodes))
         return plans
 
-    def _can_speculate(self, running: _Running) -> bool:
+    def _can_speculate(self, running: Running) -> bool:
         return not running.sequence.prefilling and self._state.hit(running.session)
 
     def _wait_on_miss(self) -> None:
@@ -288,10 +243,8 @@ class TargetReplica:
             if self._on_step is not None:
                 self._on_step(rows, 1000 * forward_s)
 
-    def _commit(self, running: _Running, plan: Plan, outcome: Outcome) -> None:
+    def _commit(self, running: Running, plan: Plan, outcome: Outcome) -> None:
         """Tells the draft and the client."""
-        if outcome.error is not None:
-            self._end(running.submitted, "error", str(outcome.error))
         if not outcome.tokens:
             return
         verified = plan.nodes is not None and len(plan.nodes) > 0
@@ -305,23 +258,23 @@ class TargetReplica:
         if reason is not None:
             self._end(running.submitted, reason)
         elif time.monotonic() - running.flushed >= self._flush_s:
-            self._flush(running)
-
-    def _flush(self, running: _Running) -> None:
-        running.flushed = time.monotonic()
-        tokens, origins = running.take()
-        running.submitted.sink(TokenChunk(running.submitted.request.request_id, tokens, origins))
+            running.flushed = time.monotonic()
+            running.submitted.sink(running.flush())
 
     # requests
 
     def _take_in(self) -> None:
-        """What others asked for since the last step, then as many waiting requests as fit."""
+        """What the drafts said since the last step, and the waiting requests that fit now."""
         self._receive()
         if time.monotonic() > self._next_renewal:
             self._next_renewal = time.monotonic() + _RENEW_EVERY_S
             self._state.renewal_due()
-        while self._waiting and len(self._running) < self._max_batch:
-            submitted = self._waiting[0]
+        self._admit()
+
+    def _admit(self) -> None:
+        waiting = self._intake.waiting
+        while waiting and len(self._running) < self._max_batch:
+            submitted = waiting[0]
             try:
                 sequence = Sequence(submitted.request, self._runner, self._tokenizer)
             except PoolExhausted as error:
@@ -329,36 +282,31 @@ class TargetReplica:
                     return  # it waits until somebody is done
                 self._end(submitted, "error", str(error))
             else:
-                self._waiting.popleft()
+                waiting.popleft()
                 self._start(submitted, sequence)
 
-    def _start(self, submitted: _Submitted, sequence: Sequence) -> None:
+    def _start(self, submitted: Submitted, sequence: Sequence) -> None:
         self._stats.requests += 1
         session = self._state.session_opened(sequence.tokens, submitted.request.params)
-        self._running[submitted.request.request_id] = _Running(submitted, sequence, session)
+        self._running[submitted.request.request_id] = Running(submitted, sequence, session)
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)
 
     def _cancel(self, request_id: str) -> None:
-        submitted = self._submitted.get(request_id)
+        submitted = self._intake.find(request_id)
         if submitted is not None:
             self._end(submitted, "cancelled")
 
-    def _end(self, submitted: _Submitted, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, submitted: Submitted, reason: FinishReason, error: str | None = None) -> None:
         """Frees everything and says so to the client, with the tokens it did not get yet."""
         request_id = submitted.request.request_id
-        tokens: tuple[int, ...] = ()
-        origins: tuple[Origin, ...] = ()
+        last = TokenChunk(request_id, (), (), reason, error)
         running = self._running.pop(request_id, None)
         if running is not None:
             self._runner.pool.release(running.sequence.lease)
             self._state.session_closed(running.session)
-            tokens, origins = running.take()
-        elif submitted in self._waiting:
-            self._waiting.remove(submitted)
-        with self._lock:
-            del self._submitted[request_id]
-        submitted.sink(TokenChunk(request_id, tokens, origins, reason, error))
+            last = running.flush(reason, error)
+        self._intake.end(submitted, last)
 
     # drafts
 

@@ -27,17 +27,26 @@ Mode = Literal["pipelined", "sequential", "plain"]
 class OneLineErrors(TyperGroup):
     """Says what is wrong with the arguments in one line, as every other error here."""
 
-    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Runs a command; see TyperGroup."""
-        standalone = extra.pop("standalone_mode", True)
         try:
-            code = super().main(args, **extra, standalone_mode=False)
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except UsageError as error:
-            if not standalone:
+            if not standalone_mode:
                 raise
-            _complain(f"{error.format_message()} See '{error.ctx.command_path if error.ctx else 'paceline'} --help'.")
+            _complain(
+                f"{error.format_message().rstrip('.')}. See '{error.ctx.command_path if error.ctx else 'paceline'} --help'."
+            )
             code = error.exit_code
-        if standalone:
+        if standalone_mode:
             sys.exit(code or 0)
         return code
 
@@ -47,17 +56,26 @@ app = typer.Typer(
     rich_markup_mode="rich",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Serves language models faster without changing their answer.
-
-A small [bold]draft[/bold] model guesses ahead; the large [bold]target[/bold] model checks many guesses in one forward
-pass, and alone decides every token. The two run side by side, on a core or GPU each, and never wait for each other.
-
-[dim]Start with[/dim] paceline demo[dim], or[/dim] paceline generate 'def fibonacci(n):'""",
+    help="Serves language models faster without changing their answer.\n\n"
+    "A small [bold]draft[/bold] model guesses ahead; the large [bold]target[/bold] model checks many guesses in one "
+    "forward pass, and alone decides every token. The two run side by side, on a core or GPU each, and never wait for "
+    "each other.\n\n"
+    "[dim]Start with[/dim] paceline demo[dim], or[/dim] paceline generate 'def fibonacci(n):'",
 )
 
-TargetOption = Annotated[Path, typer.Option(help="checkpoint of the target", show_default="the bundled one")]
-DraftOption = Annotated[Path, typer.Option(help="checkpoint of the draft", show_default="the bundled one")]
-DtypeOption = Annotated[Dtype, typer.Option(help="of both models; auto: bfloat16 where the hardware computes in it")]
+TargetOption = Annotated[
+    Path, typer.Option(metavar="DIR", help="checkpoint of the target, if not the bundled one", show_default=False)
+]
+DraftOption = Annotated[
+    Path, typer.Option(metavar="DIR", help="checkpoint of the draft, if not the bundled one", show_default=False)
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        metavar="DTYPE",
+        help="auto, float32 or bfloat16, of both models; auto: bfloat16 where the hardware computes in it",
+    ),
+]
 InvariantOption = Annotated[
     bool,
     typer.Option("--invariant", help="bits that don't depend on how tokens are batched: the same text in every mode"),
@@ -78,7 +96,7 @@ def root(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="text to continue; - reads it from standard input")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="text to continue; - reads it from standard input")],
     target: TargetOption = MODELS / "code-target",
     draft: DraftOption = MODELS / "code-draft",
     dtype: DtypeOption = "auto",
@@ -92,11 +110,14 @@ def generate(
     min_p: Annotated[float, typer.Option(help="drop tokens below this share of the likeliest one's probability")] = 0.0,
     seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
     max_tokens: Annotated[int, typer.Option(help="new tokens at most")] = 128,
-    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be given several times")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="end before this text; may be given several times")
+    ] = None,
     mode: Annotated[
         Mode,
         typer.Option(
-            help="pipelined: two actors that work at the same time; sequential: one process, in turns; plain: no draft"
+            metavar="MODE",
+            help="pipelined: two actors that work at the same time; sequential: one process, in turns; plain: no draft",
         ),
     ] = "pipelined",
     invariant: InvariantOption = False,
@@ -140,9 +161,11 @@ def demo(
 ) -> None:
     """Shows the two actors at work: coloured streams, a table of alternatives, and a picture of who did what when.
 
-    Starts Ray on this machine with a target and a draft on a core (or GPU) each and streams three prompts at T = 0 and
-    T = 1. Then it runs the same prompts plain (the target alone) and sequentially (draft and target in turns) on the
-    target's core, and compares speed and output.
+    Starts Ray here, with a target and a draft on a core or GPU each.
+
+    Streams three prompts, at T = 0 and at T = 1.
+
+    Then runs them plain (the target alone) and sequentially (in turns), and compares.
     """
     with one_line_errors():
         context = check_models(target, draft)
@@ -169,7 +192,9 @@ def train(
 ) -> None:
     """Trains the bundled pair: a target from scratch and a draft distilled from it, on Python's own standard library.
 
-    An hour or so on two cores. Interrupt it at any time: the same command goes on where the last saved step ended.
+    An hour or so on two cores.
+
+    Interrupt it at any time: the same command goes on from the last saved step.
 
     [dim]Example[/dim]
 
@@ -240,7 +265,7 @@ def runtime_errors() -> Iterator[None]:
     try:
         yield
     except (ray.exceptions.RayError, GenerationFailed, ModelError, InvalidRequest, TimeoutError) as error:
-        fail(str(error).strip().splitlines()[-1], FAILED)
+        fail((str(error).strip() or type(error).__name__).splitlines()[-1], FAILED)
 
 
 def fail(message: str, code: int) -> NoReturn:

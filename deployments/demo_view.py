@@ -19,7 +19,7 @@ from deployments.figures import Figures
 from engine.text import TextStream
 from engine.types import GenerationRequest, Origin, TokenChunk
 
-STYLES: dict[Origin, str] = {"draft": "cyan", "target": "dark_orange"}  # the colours of the picture
+STYLES: dict[Origin, str] = {"draft": "cyan", "target": "yellow"}  # near the colours of the picture
 _PROMPT_LINES = 3  # of the prompt's end that are shown
 
 
@@ -74,7 +74,7 @@ def print_header(console: Console, target: Path, draft: Path, tokens: int) -> No
     """What runs."""
     console.print()
     console.print("[bold]Paceline[/bold]: a draft that guesses ahead, a target that decides, side by side")
-    console.print(f"[dim]target {_model(target)}, draft {_model(draft)}, {tokens} new tokens per prompt[/dim]")
+    console.print(f"[dim]target {_model(target)}, draft {_model(draft)}, {tokens} tokens per prompt[/dim]")
     console.print()
 
 
@@ -88,14 +88,14 @@ def print_legend(console: Console) -> None:
     drafted = Text("accepted from the draft", STYLES["draft"])
     own = Text("the target's own", STYLES["target"])
     console.print()
-    console.print(Text.assemble("Each token in the colour of its origin: ", drafted, ", ", own, "."))
+    console.print(Text.assemble("Tokens in the colour of their origin: ", drafted, ", ", own, "."))
 
 
 def stream(
     console: Console, request: GenerationRequest, tokenizer: PreTrainedTokenizerFast, chunks: Iterator[TokenChunk]
 ) -> list[int]:
     """Prints the end of the prompt, then the tokens as they come; returns them."""
-    prompt = tokenizer.decode(request.prompt).splitlines(keepends=True)[-_PROMPT_LINES:]
+    prompt = str(tokenizer.decode(list(request.prompt))).splitlines(keepends=True)[-_PROMPT_LINES:]
     console.print()
     console.print(Rule(request.request_id, align="left", style="dim"))
     console.out("".join(prompt), style="dim", end="", highlight=False)
@@ -115,7 +115,11 @@ def stream(
 @contextmanager
 def measuring(console: Console, total: int) -> Iterator[Callable[[], None]]:
     """A progress bar; it yields the function that moves it on. It is drawn rarely: the cores have work to do."""
-    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (
+        TextColumn("  {task.description}"),
+        BarColumn(complete_style="cyan", finished_style="cyan"),
+        MofNCompleteColumn(),
+    )
     with Progress(*columns, console=console, refresh_per_second=2) as progress:
         bar = progress.add_task("measuring plain, sequential and pipelined", total=total)
         yield lambda: progress.advance(bar)
@@ -123,11 +127,11 @@ def measuring(console: Console, total: int) -> Iterator[Callable[[], None]]:
 
 def print_table(console: Console, rows: list[Row]) -> None:
     """The contenders, by temperature."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("T")
-    table.add_column("decoding")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("T", no_wrap=True)
+    table.add_column("decoding", no_wrap=True)
     for name in ("tokens/s", "speed-up", "tokens/step", "acceptance", "hit rate", "idle"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     plain = {row.temperature: row.figures.tokens_per_second for row in rows if row.contender == "plain"}
     for row in rows:
         figures, first = row.figures, row.contender == "plain"
@@ -148,9 +152,13 @@ def print_table(console: Console, rows: list[Row]) -> None:
 
 
 _DEFINITIONS = """\
-plain: the target alone. sequential: target and draft in turns on the target's core. pipelined: on a core each, at once.
-acceptance: draft tokens that the target chose too. hit rate: steps after which the next one had draft tokens at once.
-idle: time in which the target ran no step. Prefill is not counted anywhere.
+plain       the target alone
+sequential  on the target's core, in turns: k draft tokens, then a target step
+pipelined   target and draft on a core or GPU each, at the same time
+tokens/s    while decoding, without the prompt; speed-up is against plain
+acceptance  share of the draft tokens along the way that the target chose too
+hit rate    share of steps after which the next one had draft tokens at once
+idle        share of the time in which the target ran no step
 """
 
 
@@ -169,9 +177,7 @@ def print_verdict(console: Console, divergences: list[Divergence]) -> None:
             f"  {item.contender}, {item.request}: differs from token {item.position} on, top-2 margin {margin}"
         )
     if divergences:
-        console.print(
-            "  [dim]A near tie falls either way with the number of tokens in a step. --invariant prevents it.[/dim]"
-        )
+        console.print("  [dim]Near ties fall with the number of tokens in a step; --invariant prevents it.[/dim]")
 
 
 def print_files(console: Console, paths: list[Path]) -> None:

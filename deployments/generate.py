@@ -162,7 +162,7 @@ def print_text(
             sys.stdout.flush()
         sys.stdout.write("\n")
         if stats:
-            errors.print(summary(engine.figures()), style="dim")
+            errors.print(summary(engine.figures()), style="dim", soft_wrap=True)
 
 
 def summary(figures: Figures) -> str:

@@ -127,7 +127,7 @@ def _arrows(axes: Axes, excerpt: Excerpt) -> None:
         if sent.start < excerpt.end and applied.end > excerpt.start:
             start, end = excerpt.ms(sent.start), excerpt.ms(applied.end)
             _arrow(axes, (start, _TARGET_Y + _HALF), (end, _DRAFT_Y - _HALF), COMMIT, width=1.6)
-            if 0 < start < 1000 * excerpt.seconds:
+            if 0 < start < 990 * excerpt.seconds:  # the last one's label would not fit
                 below = _TARGET_Y - _HALF - 0.1
                 axes.text(start, below, f"+{applied.amount}", ha="center", va="center", fontsize=9, color=COMMIT)
 

@@ -49,14 +49,15 @@ class Calibration:
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns from a step: of the verified `nodes`, those below the walked path were tried, those on it hit."""
-        walked = [ROOT, *path]
-        tried = nodes[np.isin(tree.parent[nodes], walked)]
-        cell = self._cell(tree.confidence[tried], tree.depth[tried])
-        np.add.at(self._trials, cell, 1.0)
-        np.add.at(self._hits, cell, np.isin(tried, walked).astype(np.float64))
-        full = self._trials > _MEMORY
-        self._hits[full] *= _MEMORY / self._trials[full]
-        self._trials[full] = _MEMORY
+        walked = {ROOT, *path}
+        bins, depths = self._cell(tree.confidence[nodes], tree.depth[nodes])
+        for node, parent, cell in zip(
+            nodes.tolist(), tree.parent[nodes].tolist(), zip(bins, depths, strict=True), strict=True
+        ):
+            if parent in walked:
+                forget = min(1.0, _MEMORY / (self._trials[cell] + 1.0))
+                self._trials[cell] = (self._trials[cell] + 1.0) * forget
+                self._hits[cell] = (self._hits[cell] + (node in walked)) * forget
 
     def table(self) -> list[tuple[float, float, float]]:
         """(confidence, acceptance rate, trials) for each bin that was tried, all depths together."""
@@ -81,6 +82,7 @@ class CostModel:
         self._first: dict[int, float] = {}
         self._seen: dict[int, float] = {}
         self._off = 1.0  # seen / first, lately
+        self._called: list[int] = []  # the bucket of 0, 1, 2... rows
         self._table: FloatArray | None = None
 
     def start(self, rows: int, milliseconds: float) -> None:
@@ -109,10 +111,12 @@ class CostModel:
             return np.ones(rows + 1, np.float32)
         points = sorted(known)
         values = np.maximum.accumulate([known[point] for point in points])
-        called = np.asarray([self._bucket(row) for row in range(rows + 1)])
+        while len(self._called) <= rows:
+            self._called.append(self._bucket(len(self._called)))
+        called = np.asarray(self._called[: rows + 1])
         # past the last point the cost is taken to grow in proportion
-        beyond = values[-1] * np.maximum(called / points[-1], 1.0)
-        table: FloatArray = np.maximum(np.interp(called, points, values), beyond).astype(np.float32)
+        beyond = np.maximum(called / points[-1], 1.0)
+        table: FloatArray = (np.interp(called, points, values) * beyond).astype(np.float32)
         return table
 
 
@@ -153,11 +157,11 @@ class GoodputWindow:
             chosen = 1  # a look whether speculation pays again
         if chosen == 0:
             return [np.zeros(0, np.int32) for _ in trees]
-        share = np.sort(everything)[::-1][chosen - 1]
-        counts = [min(int((part >= share).sum()), MAX_WINDOW) for part in reach]
+        owners = np.repeat(np.arange(len(trees)), [len(part) for part in reach])
+        counts = np.bincount(owners[np.argsort(-everything, kind="stable")[:chosen]], minlength=len(trees))
         return [
-            tree.best(count, np.concatenate([np.ones(1, np.float32), part]))
-            for tree, count, part in zip(trees, counts, reach, strict=True)
+            tree.best(min(count, MAX_WINDOW), np.concatenate([np.ones(1, np.float32), part]))
+            for tree, count, part in zip(trees, counts.tolist(), reach, strict=True)
         ]
 
     def _worth(self, probabilities: FloatArray, sequences: int) -> int:

@@ -109,6 +109,10 @@ class KVPool:
         del self._leases[id(lease)]
         self._free[lease.pages] = True
 
+    def wipe(self, lease: Lease) -> None:
+        """Makes a lease's slots finite again, whatever was computed into them."""
+        self.data[:, :, :, lease.slots] = 0.0
+
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copies slots' keys and values in all layers; all of `source` is read before anything is written."""
         pairs = [(a, b) for a, b in zip(source, destination, strict=True) if a != b]

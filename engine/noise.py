@@ -5,6 +5,8 @@ from seed and position, then mixed with the token id by splitmix64's finalizer (
 https://doi.org/10.1145/2660193.2660195). Integers are 64 bits wide and wrap, so every device computes the same ones.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -51,9 +53,14 @@ def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
 
 
-def keys(seed: int, positions: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Keys for several positions: int64 [n]."""
-    return torch.tensor([_signed(key(seed, position)) for position in positions], dtype=torch.int64, device=device)
+def keys(seed: int, positions: Iterable[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Keys for several positions of one sample: int64 [n]."""
+    return keys_of([(seed, position) for position in positions], device)
+
+
+def keys_of(pairs: Iterable[tuple[int, int]], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Keys for several (seed, position) pairs: int64 [n]."""
+    return torch.tensor([_signed(key(seed, position)) for seed, position in pairs], dtype=torch.int64, device=device)
 
 
 class NoiseRows:

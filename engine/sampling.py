@@ -74,11 +74,15 @@ def propose(
     the target's choice. Only the most probable tokens are looked at: a guess may be approximate.
     """
     values, tokens = logits.float().topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
-    rows = [i for i, row in enumerate(params) if row.temperature > 0]
-    if rows:
-        for i in rows:
-            values[i] = restrict(values[i : i + 1] / params[i].temperature, params[i])[0]
-        keys = torch.cat([noise.keys(params[i].seed, [positions[i]], logits.device) for i in rows])
-        values[rows] += noise.gumbel(keys[:, None], tokens[rows])
+    if any(row.temperature > 0 for row in params):
+        sampled = torch.tensor([[row.temperature > 0] for row in params], device=logits.device)
+        temperatures = torch.tensor([[row.temperature or 1.0] for row in params], device=logits.device)
+        pairs = [(row.seed, position) for row, position in zip(params, positions, strict=True)]
+        keys = noise.keys_of(pairs, logits.device)
+        values = values / temperatures
+        for i, row in enumerate(params):
+            if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
+                values[i] = restrict(values[i : i + 1], row)[0]
+        values = values + noise.gumbel(keys[:, None], tokens) * sampled
     confidences, order = (values * _SHARPNESS).softmax(-1).topk(count, dim=-1)
     return tokens.gather(-1, order), confidences

@@ -110,7 +110,6 @@ class Outcome:
     tried: int  # draft tokens compared with the target's along the walk: the accepted ones and at most one refused
     path: list[int]  # the accepted nodes of the tree
     margins: list[float]  # of each newly committed token, when asked for
-    error: "StepError | None" = None  # the sequence cannot go on; nothing else is set
 
 
 class StepError(RuntimeError):
@@ -137,6 +136,7 @@ class Stepper:
         parts = logits.split(counts)
         for plan, part in zip(plans, parts, strict=True):
             if not bool(torch.isfinite(part.sum())):
+                self.runner.pool.wipe(plan.sequence.lease)
                 raise StepError(plan.sequence.request.request_id)
         return [self._commit(plan, rows, part) for plan, rows, part in zip(plans, batch, parts, strict=True)]
 

@@ -14,6 +14,7 @@ from engine.types import BoolArray, FloatArray, IntArray
 
 ROOT = 0
 NO_SLOT = -1
+_TINY = 1e-30  # nothing is divided by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +222,14 @@ class TokenTree:
         self.expanded[:m] = self.expanded[keep]
         self.sent[:m] = self.sent[keep]
         self.depth[:m] = self.depth[keep] - self.depth[node]
-        self.probability[:m] = self.probability[keep] / scale if scale > 0 else 0.0
+        self.probability[:m] = self.probability[keep] / max(scale, _TINY)
         self.confidence[ROOT] = self.probability[ROOT] = 1.0
         self.slot[ROOT] = NO_SLOT  # the root's KV belongs to the committed prefix now
         self.sent[ROOT] = True
         self.size = m
+        if scale < _TINY:  # the node was thought impossible
+            for i in range(1, m):
+                self.probability[i] = self.probability[self.parent[i]] * self.confidence[i]
         parents, tokens = self.parent[1:m].tolist(), self.token[1:m].tolist()
         self._children = {pair: i for i, pair in enumerate(zip(parents, tokens, strict=True), start=1)}
 

@@ -4,11 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import PreTrainedTokenizerFast
 
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from tests import exact
+
+settings.register_profile("paceline", deadline=None)  # machines are slow now and then
+settings.load_profile("paceline")
 
 
 @pytest.fixture(scope="session", autouse=True)

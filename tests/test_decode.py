@@ -55,16 +55,11 @@ def test_greedy_equals_transformers_generate_up_to_counted_ties(target: ModelRun
     assert all(difference.margin is not None and difference.margin < TIE for difference in found)
 
 
-def test_other_seeds_and_temperatures_give_other_tokens(
-    plain: dict[float, list[list[int]]], target: ModelRunner
-) -> None:
-    outputs = [outputs[0] for outputs in plain.values()]
-    outputs.append(only(decode(target, [replace_seed(make_requests([(1,)], 1.0, TOKENS)[0], 5)])).tokens)
-    assert len({tuple(output) for output in outputs}) == len(outputs)
-
-
-def replace_seed(request: GenerationRequest, seed: int) -> GenerationRequest:
-    return replace(request, params=replace(request.params, seed=seed))
+def test_a_seed_gives_the_same_tokens_every_time_and_another_seed_others(target: ModelRunner) -> None:
+    params = [SamplingParams(5.0, seed=seed, max_tokens=12, ignore_eos=True) for seed in (0, 1, 2, 0)]
+    outputs = [generation.tokens for generation in run(target, [one((5,), each) for each in params])]
+    assert outputs[0] == outputs[3]
+    assert len({tuple(output) for output in outputs}) == 3
 
 
 # the promise of invariant mode
@@ -75,10 +70,8 @@ def test_the_batch_is_invisible(
     target: ModelRunner, prompts: list[Tokens], plain: dict[float, list[list[int]]], temperature: float
 ) -> None:
     requests = make_requests(prompts, temperature, TOKENS)
-    together = run(target, requests)
-    assert not list(differences(together, plain[temperature]))
-    backwards = run(target, requests[::-1], batch=2)
-    assert not list(differences(backwards, plain[temperature][::-1]))
+    together = run(target, requests[::-1])
+    assert not list(differences(together, plain[temperature][::-1]))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +134,7 @@ def test_a_perfect_draft_is_invisible_and_fast(
 
 
 def test_bfloat16_keeps_the_promise_too(prompts: list[Tokens]) -> None:
-    target = ModelRunner(exact.DRAFT, dtype="bfloat16", invariant=True, kv_tokens=1024)
+    target = ModelRunner(exact.DRAFT, dtype="bfloat16", invariant=True, kv_tokens=2048)
     requests = make_requests(prompts[-3:], 0.7, 12)
     expected = [generation.tokens for generation in run(target, requests, batch=1)]
     assert not list(differences(run(target, requests), expected))
@@ -163,8 +156,8 @@ def test_a_divergence_outside_invariant_mode_is_a_tie(
     temperature: float,
 ) -> None:
     speculation = exact.SPECULATIONS[name](draft) if name != "plain" else None
-    generations = run(fast_target, make_requests(prompts, temperature, TOKENS), speculation, margins=True)
-    found = list(differences(generations, plain[temperature]))
+    generations = run(fast_target, make_requests(prompts[:3], temperature, TOKENS), speculation, margins=True)
+    found = list(differences(generations, plain[temperature][:3]))
     assert len(found) <= 1
     assert all(difference.margin is not None and difference.margin < TIE for difference in found)
 
@@ -211,7 +204,8 @@ def test_a_stop_string_may_begin_in_the_resumed_output(
     target: ModelRunner, prompts: list[Tokens], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     first = only(decode(target, [one(prompts[0], SamplingParams(max_tokens=12, ignore_eos=True))])).tokens
-    text = text_of(tokenizer, first[5:7])
+    text = text_of(tokenizer, first)
+    text = text[len(text) // 2 : len(text) // 2 + 4]
     params = SamplingParams(max_tokens=12, ignore_eos=True, stop=(text,))
     whole = only(decode(target, [one(prompts[0], params)], tokenizer=tokenizer))
     assert whole.finish_reason == "stop"
@@ -250,7 +244,7 @@ def test_the_models_end_token_ends_the_output_unless_ignored(
 ) -> None:
     tokens = plain[1.0][0]
     at = uncommon(tokens)
-    monkeypatch.setattr(target.model.generation_config, "eos_token_id", [tokens[at], 4095])
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", [tokens[at]] * 2)
     params = SamplingParams(1.0, seed=0, max_tokens=TOKENS, ignore_eos=ignore)
     generation = only(decode(target, [one(prompts[0], params)]))
     expected = (tokens, "length") if ignore else (tokens[: at + 1], "stop")
@@ -287,7 +281,7 @@ def test_never_more_than_max_tokens(target: ModelRunner, draft: ModelRunner, pro
 
 
 def test_counts_add_up(target: ModelRunner, draft: ModelRunner, prompts: list[Tokens]) -> None:
-    for generation in run(target, make_requests(prompts[:4], 0.0, TOKENS), exact.SPECULATIONS["tree-31"](draft)):
+    for generation in run(target, make_requests(prompts[:2], 0.0, 24), exact.SPECULATIONS["tree-31"](draft)):
         assert len(generation.tokens) - generation.steps <= generation.accepted < len(generation.tokens)
         assert generation.accepted <= generation.tried <= generation.accepted + generation.steps
 
@@ -316,9 +310,9 @@ def test_an_impossible_request_is_refused_with_its_field(
     audit(target, None)
 
 
-def test_the_context_can_be_filled_to_its_end(target: ModelRunner) -> None:
-    prompt = (5,) * (target.max_length - 3)
-    generation = only(decode(target, [one(prompt, SamplingParams(max_tokens=3, ignore_eos=True))]))
+def test_the_context_can_be_filled_to_its_end(fast_target: ModelRunner) -> None:
+    prompt = (5,) * (fast_target.max_length - 3)
+    generation = only(decode(fast_target, [one(prompt, SamplingParams(max_tokens=3, ignore_eos=True))]))
     assert len(generation.tokens) == 3
 
 

@@ -118,7 +118,8 @@ class ModelDrafter:
         places: list[tuple[int, int]] = []
         for session, held in self._sessions.items():
             if held.pending:
-                chunk = held.pending[: self._growing.prefill_chunk]
+                chunk = held.pending[: self._growing.prefill_chunk]  # ids unknown here are run as another
+                chunk = [min(token, self._runner.vocab_size - 1) for token in chunk]
                 batch.append(chain_rows(held.lease, held.computed, chunk))
                 held.computed += len(chunk)
                 places.append((session, -1 if held.pending else ROOT))

@@ -1,0 +1,86 @@
+"""Requests on a target, from submission to the last chunk."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.step import Sequence
+from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, require
+
+Sink = Callable[[TokenChunk], None]
+MAX_WAITING = 1024  # requests that wait for KV; more are refused
+
+
+class Overloaded(RuntimeError):
+    """Too many requests wait already."""
+
+
+class Closed(RuntimeError):
+    """The replica has ended."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Submitted:
+    """A request and who gets its chunks."""
+
+    request: GenerationRequest
+    sink: Sink
+
+
+@dataclass
+class Running:
+    """A request in the batch."""
+
+    submitted: Submitted
+    sequence: Sequence
+    session: int
+    buffered: list[tuple[int, Origin]] = field(default_factory=list)  # what the client did not get yet
+    flushed: float = 0.0  # seconds: when it last got something
+
+    def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
+        """A chunk of everything buffered."""
+        tokens = tuple(token for token, _ in self.buffered)
+        origins = tuple(origin for _, origin in self.buffered)
+        self.buffered.clear()
+        return TokenChunk(self.submitted.request.request_id, tokens, origins, reason, error)
+
+
+class Intake:
+    """All requests that have not ended. Any thread may submit; everything else is for the replica's loop."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Submitted] = deque()
+        self._submitted: dict[str, Submitted] = {}  # by request id, the waiting ones included
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, submitted: Submitted) -> None:
+        """Queues a request. Raises InvalidRequest for an id that is taken, Overloaded or Closed."""
+        request_id = submitted.request.request_id
+        with self._lock:
+            if self._closed:
+                raise Closed("the target has ended")
+            require(request_id not in self._submitted, "request_id", "a request with this id is running")
+            if len(self.waiting) >= MAX_WAITING:
+                raise Overloaded(f"{MAX_WAITING} requests are waiting already")
+            self._submitted[request_id] = submitted
+            self.waiting.append(submitted)
+
+    def find(self, request_id: str) -> Submitted | None:
+        """The request with this id, if it has not ended."""
+        return self._submitted.get(request_id)
+
+    def end(self, submitted: Submitted, last: TokenChunk) -> None:
+        """Forgets a request and hands out its last chunk."""
+        with self._lock:
+            del self._submitted[submitted.request.request_id]
+            if submitted in self.waiting:
+                self.waiting.remove(submitted)
+        submitted.sink(last)
+
+    def close(self) -> list[Submitted]:
+        """Takes no more; the requests that have not ended."""
+        with self._lock:
+            self._closed = True
+            return list(self._submitted.values())

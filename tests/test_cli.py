@@ -1,0 +1,307 @@
+"""The command line: help, bad input, generation in every mode, the demo's figures and its picture."""
+
+import inspect
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+import engine.train
+from cluster.target import TargetStats
+from cluster.trace import Kind, Span
+from deployments import cli, demo_view, timeline
+from deployments.demo import Results
+from deployments.figures import Figures
+from engine.types import GenerationRequest, SamplingParams
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "def read(path):\n    with open(path) as file:\n        for line in file:\n"
+EXACT = ["--invariant", "--dtype", "float32", "--max-tokens", "24", "--temperature", "1"]
+FIGURES = Figures(tokens=30, seconds=0.5, steps=20, tried=16, accepted=10, idle_s=0.1, hits=12)
+
+
+def run(*arguments: str, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(cli.app, arguments, input=stdin, prog_name="paceline")
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deployments.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+
+
+# --- help and bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "generate"),
+        (["--help"], "demo"),
+        (["generate", "--help"], "--temperature"),
+        (["demo", "-h"], "--tokens"),
+        (["train", "-h"], "--batch-size"),
+        (["--version"], "paceline"),
+        (["version"], "paceline"),
+    ],
+)
+def test_help_and_version(arguments: list[str], text: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert text in result.stdout
+
+
+def test_starting_the_command_imports_nothing_slow() -> None:
+    code = "import sys, deployments.cli; print({'torch', 'ray', 'transformers', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["generate"], "PROMPT"),
+        (["generate", ""], "PROMPT: must not be empty"),
+        (["generate", "-"], "PROMPT: must not be empty"),
+        (["generate", "x", "--temperature", "-1"], "--temperature: must be between"),
+        (["generate", "x", "--temperature", "nan"], "--temperature"),
+        (["generate", "x", "--temperature", "warm"], "--temperature"),
+        (["generate", "x", "--top-k", "-1"], "--top-k"),
+        (["generate", "x", "--top-p", "0"], "--top-p"),
+        (["generate", "x", "--min-p", "2"], "--min-p"),
+        (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "x", "--max-tokens", "5000"], "the model's context is"),
+        (["generate", "x", "--stop", ""], "--stop"),
+        (["generate", "x", "--mode", "fast"], "--mode"),
+        (["generate", "x", "--dtype", "int8"], "--dtype"),
+        (["generate", "x", "--target", "no/such/folder"], "no model at no/such/folder"),
+        (["generate", "x", "--draft", "no/such/folder"], "no model at no/such/folder"),
+        (["demo", "--draft", "no/such/folder"], "no model at no/such/folder"),
+        (["demo", "--tokens", "5000"], "--tokens"),
+        (["demo", "--tokens", "many"], "--tokens"),
+        (["train", "--steps", "0"], "--steps"),
+        (["serve"], "serve"),
+        (["--loud"], "--loud"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], text: str) -> None:
+    result = run(*arguments, stdin="")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("paceline: ")
+    assert result.stderr.count("\n") == 1
+    assert text in result.stderr
+
+
+def test_models_with_different_vocabularies_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    (tmp_path / "model.safetensors").touch()
+    result = run("generate", "x", "--draft", str(tmp_path))
+    assert result.exit_code == 2
+    assert "vocabularies differ: 4096 tokens in" in result.stderr
+    assert ", 7 in" in result.stderr
+
+
+def test_an_unreadable_checkpoint_is_one_line(tmp_path: Path) -> None:
+    for file in (cli.MODELS / "code-target").glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_text("no weights")
+    result = run("generate", "x", "--target", str(tmp_path), "--mode", "plain")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "can't be loaded" in result.stderr
+
+
+# --- generate
+
+
+@pytest.fixture(scope="module")
+def sample() -> tuple[list[str], str]:
+    """Options of a generation, and the text that plain decoding gives: not a short one, whatever the bundled pair is."""
+    for seed in range(20):
+        options = [*EXACT, "--seed", str(seed)]
+        text: str = run("generate", PROMPT, "--mode", "plain", *options).stdout
+        if len(text.strip()) > 20:
+            return options, text
+    raise AssertionError("the bundled target ends every text at once")
+
+
+def test_plain_and_sequential_give_the_same_text(sample: tuple[list[str], str]) -> None:
+    options, text = sample
+    sequential = run("generate", "-", "--mode", "sequential", "--stats", *options, stdin=PROMPT)
+    assert sequential.exit_code == 0
+    assert sequential.stdout == text
+    assert "acceptance" in sequential.stderr
+
+
+def test_another_seed_gives_another_text() -> None:
+    texts = {run("generate", PROMPT, "--mode", "plain", *EXACT, "--seed", seed).stdout for seed in "1234"}
+    assert len(texts) > 1
+
+
+def test_text_ends_before_a_stop_string(sample: tuple[list[str], str]) -> None:
+    options, text = sample
+    stop = text[8:10]
+    cut = run("generate", PROMPT, "--mode", "plain", *options, "--stop", stop)
+    assert cut.exit_code == 0
+    assert cut.stdout == text[: text.index(stop)] + "\n"
+
+
+@pytest.mark.timeout(600)
+def test_two_actors_give_the_text_of_plain_decoding(sample: tuple[list[str], str]) -> None:
+    """Starts Ray, in another process."""
+    options, text = sample
+    pipelined = run_process("generate", PROMPT, "--stats", *options)
+    assert pipelined.returncode == 0, pipelined.stderr
+    assert pipelined.stdout == text
+    assert pipelined.stderr.count("\n") == 1, "Ray and transformers keep quiet"
+    assert "hit rate" in pipelined.stderr or "acceptance" not in pipelined.stderr
+
+
+# --- train
+
+
+def test_training_options_are_the_recipe() -> None:
+    recipe = engine.train.TrainingConfig()
+    defaults = {name: p.default for name, p in inspect.signature(cli.train).parameters.items()}
+    assert defaults.pop("device") is None
+    assert defaults == {name: getattr(recipe, name) for name in defaults}
+
+
+def test_train_prints_the_final_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+
+    def fake(config: engine.train.TrainingConfig) -> dict[str, float]:
+        seen.append(config)
+        return {"steps": 5, "held_out_loss": 3.25, "agreement": 0.5}
+
+    monkeypatch.setattr(engine.train, "train", fake)
+    result = run("train", "--steps", "5", "--out", str(tmp_path), "--device", "cpu")
+    assert result.exit_code == 0
+    assert seen == [engine.train.TrainingConfig(steps=5, out=tmp_path, device="cpu")]
+    assert "held-out loss 3.250, agreement 0.500" in result.stdout
+
+
+def test_train_refuses_the_state_of_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(config: engine.train.TrainingConfig) -> dict[str, float]:
+        raise ValueError("state.pt was written by another recipe")
+
+    monkeypatch.setattr(engine.train, "train", fake)
+    result = run("train")
+    assert result.exit_code == 2
+    assert result.stderr == "paceline: state.pt was written by another recipe\n"
+
+
+# --- the demo's figures
+
+
+def test_figures_add_up() -> None:
+    both = FIGURES + Figures(tokens=10, seconds=0.5, steps=10, tried=0, accepted=0)
+    assert both.tokens_per_second == 40
+    assert both.tokens_per_step == pytest.approx(40 / 30)
+    assert both.acceptance == pytest.approx(10 / 16)
+    assert both.hit_rate == pytest.approx(12 / 30)
+    assert both.idle == pytest.approx(0.1)
+
+
+def test_figures_of_a_target_are_a_difference() -> None:
+    before = TargetStats(tokens=5, sequence_steps=4, active_s=1.0, forward_s=0.5, tried=1, accepted=1, hits=2)
+    after = TargetStats(tokens=25, sequence_steps=14, active_s=2.0, forward_s=1.25, tried=11, accepted=9, hits=7)
+    assert Figures.between(before, after) == Figures(20, 1.0, 10, 10, 8, idle_s=0.25, hits=5)
+    alone = Figures.between(before, before)
+    assert (alone.acceptance, alone.hit_rate, alone.idle, alone.tokens_per_second) == (None, None, None, 0.0)
+
+
+def test_an_output_that_differs_is_named_with_its_position() -> None:
+    results, request = Results(), GenerationRequest("prompt 1", (1,), SamplingParams())
+    results.compare("a", request, [1, 2, 3], [1, 2, 3])
+    results.compare("b", request, [1, 9, 3], [1, 2, 3])
+    results.compare("c", request, [1, 2], [1, 2, 3])
+    assert [(found.contender, found.position) for found in results.differences] == [("b", 1), ("c", 2)]
+
+
+def test_table_and_verdict_fit_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    names = ("plain", "sequential k=2", "pipelined")
+    demo_view.print_table(console, [demo_view.Row(t, name, FIGURES) for t in (0.0, 1.0) for name in names])
+    demo_view.print_verdict(console, [])
+    demo_view.print_verdict(console, [demo_view.Divergence("pipelined", "prompt 2, T = 1", 17, 0.0156)])
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert "sequential k=2      60.0     1.00x         1.50        0.62      0.60  0.20" in text
+    assert "outputs equal: yes\n" in text
+    assert "outputs equal: no\n" in text
+    assert "from token 17 on, top-2 margin 0.0156" in text
+
+
+@pytest.mark.timeout(600)
+def test_demo_runs(tmp_path: Path) -> None:
+    """Starts Ray, in another process. In invariant mode no output may differ, whatever the hardware."""
+    done = run_process("demo", "--tokens", "16", "--invariant", "--dtype", "float32", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "outputs equal: yes" in done.stdout
+    assert done.stdout.count("16 tokens, ") == 6
+    assert str(tmp_path / "timeline.png") in done.stdout.replace("\n", "")
+    assert (tmp_path / "timeline.png").stat().st_size > 20_000
+
+
+# --- the picture
+
+
+def spans(kind: Kind, *times: tuple[float, float, int]) -> list[Span]:
+    """Spans of (start, end, amount), in milliseconds."""
+    return [Span(kind, start / 1000, end / 1000, amount) for start, end, amount in times]
+
+
+TARGET = [
+    *spans("target step", *((12.0 * i, 12.0 * i + 9, 1 + i % 5) for i in range(40))),
+    *spans("wait", *((12.0 * i + 10.5, 12.0 * i + 11.5, 1) for i in range(0, 40, 7))),
+    *spans("commit", *((12.0 * i + 9.5, 12.0 * i + 9.6, 1) for i in range(40))),
+    *spans("growth", *((12.0 * i + 9.1, 12.0 * i + 9.3, 20) for i in range(40))),
+]
+DRAFT = [
+    *spans("draft step", *((3.0 * i, 3.0 * i + 2.5, 1) for i in range(160))),
+    *spans("commit", *((12.0 * i + 11.7, 12.0 * i + 11.8, 2) for i in range(40))),
+    *spans("growth", *((3.0 * i + 2.6, 3.0 * i + 2.7, 8) for i in range(160))),
+]
+
+
+def test_picture_is_written(tmp_path: Path) -> None:
+    png, svg = timeline.draw(TARGET, DRAFT, tmp_path / "new" / "timeline", "Two actors")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert png.stat().st_size > 20_000
+    for text in ("Two actors", "draft step", "commit", "growth"):
+        assert f"<!-- {text}" in svg.read_text()
+
+
+def test_picture_shows_the_middle() -> None:
+    excerpt = timeline.middle(TARGET, DRAFT)
+    assert excerpt.seconds == pytest.approx(0.12)
+    assert (excerpt.start + excerpt.end) / 2 == pytest.approx(0.234)
+    assert excerpt.busy(TARGET, "target step") == pytest.approx(0.75)
+    assert excerpt.busy(DRAFT, "draft step") == pytest.approx(2.5 / 3, abs=0.01)
+
+
+def test_messages_are_matched_with_their_arrival() -> None:
+    excerpt = timeline.middle(TARGET, DRAFT)
+    assert all(applied.start - sent.start == pytest.approx(0.0022) for sent, applied in timeline.commits(excerpt))
+    assert all(0 < read.start - sent.end < 0.012 for sent, read in timeline.growths(excerpt))
+
+
+def test_picture_needs_a_recording(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no two target steps"):
+        timeline.draw([], [], tmp_path / "timeline", "Nothing")
+
+
+def test_app_is_what_the_package_installs() -> None:
+    assert isinstance(cli.app, typer.Typer)
+    assert 'paceline = "deployments.cli:app"' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,283 @@
+"""ModelRunner: what cannot be loaded says so, rows see their own path, and in invariant mode nothing else."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.checkpoint import ModelError
+from engine.cpu import PackedLinear
+from engine.kv import Lease
+from engine.runner import ModelRunner, SequenceRows, chain_rows, pick_dtype
+from engine.tree import TokenTree
+from tests import exact
+from tests.exact import Tokens
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Different ways to compute the same float32 logits."""
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@contextmanager
+def leased(runner: ModelRunner, *lengths: int) -> Iterator[list[Lease]]:
+    leases = [runner.pool.lease(length) for length in lengths]
+    try:
+        yield leases
+    finally:
+        for lease in leases:
+            runner.pool.release(lease)
+
+
+def prefill(runner: ModelRunner, lease: Lease, tokens: Sequence[int], chunk: int = 64) -> torch.Tensor:
+    """Logits after every token [tokens, vocab_size], computed `chunk` tokens at a time."""
+    parts = [
+        runner.forward([chain_rows(lease, start, tokens[start : start + chunk], wanted=0)])
+        for start in range(0, len(tokens), chunk)
+    ]
+    return torch.cat(parts)
+
+
+def grown(size: int, seed: int) -> TokenTree:
+    rng = np.random.default_rng(seed)
+    tree = TokenTree(7, 64)
+    while tree.size <= size:
+        tree.add(int(rng.integers(tree.size)), int(rng.integers(4096)), 0.5)
+    return tree
+
+
+def tree_rows(lease: Lease, start: int, tree: TokenTree, slots: np.ndarray) -> SequenceRows:
+    """The whole tree, its root at position `start`."""
+    everything = range(tree.size)
+    return SequenceRows(
+        lease=lease,
+        prefix=start,
+        tokens=tree.token[: tree.size].tolist(),
+        positions=[start + depth for depth in tree.depth[: tree.size].tolist()],
+        slots=slots,
+        tree_slots=slots,
+        visible=tree.visible(everything, everything),
+    )
+
+
+# checkpoints that are none
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def drop_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "it has no config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
+    "cut config": (lambda folder: (folder / "config.json").write_text('{"vocab_size":'), "can't be read"),
+    "binary config": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "can't be read"),
+    "a number as config": (lambda folder: (folder / "config.json").write_text("5"), "holds no settings"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+    "no vocabulary": (lambda folder: (folder / "config.json").write_text("{}"), "names no vocab_size"),
+    "no model type": (lambda folder: (folder / "config.json").write_text('{"vocab_size": 5}'), "model_type"),
+    "unknown model type": (lambda folder: edit(folder, model_type="paceline"), "paceline"),
+    "a word as size": (lambda folder: edit(folder, hidden_size="big"), "hidden_size"),
+    "odd size": (lambda folder: edit(folder, hidden_size=200), "hidden size"),
+    "other vocabulary": (lambda folder: edit(folder, vocab_size=5), "can't be loaded"),
+    "more layers than weights": (lambda folder: edit(folder, num_hidden_layers=3), "weights are missing"),
+    "a weight is missing": (drop_a_weight, "1 weights are missing, model.layers.1.mlp.up_proj.weight"),
+    "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "can't be loaded"),
+    "garbage as weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 999), "can't be loaded"),
+    "cut weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes(
+            (exact.DRAFT / "model.safetensors").read_bytes()[:-100_000]
+        ),
+        "can't be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+@pytest.mark.filterwarnings("ignore")  # libraries comment on broken files in their own ways
+def test_a_broken_checkpoint_is_explained_in_one_line(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(exact.DRAFT, folder)
+    break_it, reason = BREAKAGES[name]
+    break_it(folder)
+    with pytest.raises(ModelError, match=reason) as error:
+        ModelRunner(folder, dtype="float32", kv_tokens=64)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# against the model as transformers runs it
+
+
+@pytest.mark.parametrize("name", ["target", "fast_target"])
+def test_logits_are_those_of_transformers(name: str, prompts: list[Tokens], request: pytest.FixtureRequest) -> None:
+    runner: ModelRunner = request.getfixturevalue(name)
+    model = AutoModelForCausalLM.from_pretrained(runner.path, dtype=torch.float32, local_files_only=True).eval()
+    for prompt in prompts[:3]:
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([prompt])).logits[0]
+        with leased(runner, len(prompt)) as (lease,):
+            assert_close(prefill(runner, lease, prompt), expected)
+
+
+def test_only_wanted_rows_have_logits(target: ModelRunner) -> None:
+    tokens = list(range(5, 15))
+    with leased(target, 16, 16, 16) as (first, second, third):
+        whole = target.forward([chain_rows(first, 0, tokens, wanted=0)])
+        some = target.forward([chain_rows(second, 0, tokens, wanted=8), chain_rows(third, 0, tokens, wanted=10)])
+    assert whole.shape == (10, target.vocab_size)
+    assert torch.equal(some, whole[8:])
+
+
+# invariant mode: the same bits
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 9, 64, 100])
+def test_decoding_and_prefilling_give_the_same_bits(target: ModelRunner, prompts: list[Tokens], chunk: int) -> None:
+    tokens = prompts[0][:70]  # past the first bucket of keys
+    with leased(target, 70, 70) as (first, second):
+        assert torch.equal(prefill(target, first, tokens, chunk), prefill(target, second, tokens))
+        assert torch.equal(target.pool.data[:, :, :, first.slots[:70]], target.pool.data[:, :, :, second.slots[:70]])
+
+
+@pytest.mark.parametrize("batch", range(2, 9))
+def test_the_batch_does_not_change_a_bit(target: ModelRunner, prompts: list[Tokens], batch: int) -> None:
+    """Sequences of different lengths, each with a few rows, in any order."""
+    lengths = [1, 62, 13, 64, 40, 66, 7, 20][:batch]
+    sequences = [prompts[0][i : i + length] for i, length in enumerate(lengths)]
+    counts = [1 + i % 3 for i in range(batch)]
+    with leased(target, *(length + 4 for length in lengths)) as leases:
+        for lease, tokens in zip(leases, sequences, strict=True):
+            prefill(target, lease, tokens)
+        rows = [
+            chain_rows(lease, length, [11, 12, 13][:count], wanted=0)
+            for lease, length, count in zip(leases, lengths, counts, strict=True)
+        ]
+        alone = [target.forward([part]) for part in rows]
+        assert torch.equal(target.forward(rows), torch.cat(alone))
+        assert torch.equal(target.forward(rows[::-1]), torch.cat(alone[::-1]))
+
+
+@pytest.mark.parametrize("start", [0, 5, 60])
+def test_a_tree_gives_every_path_the_bits_it_has_as_a_chain(
+    target: ModelRunner, prompts: list[Tokens], start: int
+) -> None:
+    tree, prefix = grown(12, seed=start), prompts[0][:start]
+    with leased(target, 96, 96) as (lease, other):
+        for held in (lease, other):
+            if start:
+                prefill(target, held, prefix)
+        slots = np.random.default_rng(0).permutation(lease.slots[start : start + tree.size])
+        logits = target.forward([tree_rows(lease, start, tree, slots)])
+        for node in range(tree.size):
+            chain = tree.token[tree.lineage(node)].tolist()
+            expected = target.forward([chain_rows(other, start, chain)])
+            assert torch.equal(logits[node], expected[0])
+
+
+def test_scattered_pages_give_the_same_bits(target: ModelRunner, prompts: list[Tokens]) -> None:
+    tokens = prompts[0][:70]
+    with leased(target, 70) as (whole,):
+        expected = prefill(target, whole, tokens)
+    blocks = [target.pool.lease(32) for _ in range(target.pool.pages - 1)]
+    for block in blocks[::2]:
+        target.pool.release(block)
+    with leased(target, 70) as (scattered,):
+        assert scattered.first is None
+        assert torch.equal(prefill(target, scattered, tokens), expected)
+    for block in blocks[1::2]:
+        target.pool.release(block)
+
+
+def test_what_freed_slots_hold_does_not_change_a_bit(target: ModelRunner, prompts: list[Tokens]) -> None:
+    tokens = prompts[0][:40]
+    results = []
+    for value in (0.0, 1e4):
+        target.pool.data.fill_(value)
+        with leased(target, 40) as (lease,):
+            results.append(prefill(target, lease, tokens))
+    target.pool.data.zero_()
+    assert torch.equal(*results)
+
+
+# the fast mode: nearly the same numbers
+
+
+def test_fast_and_invariant_logits_are_close(
+    target: ModelRunner, fast_target: ModelRunner, prompts: list[Tokens]
+) -> None:
+    tokens = prompts[0][:70]
+    with leased(target, 70) as (lease,), leased(fast_target, 70) as (fast_lease,):
+        expected = prefill(target, lease, tokens)
+        assert_close(prefill(fast_target, fast_lease, tokens), expected)
+
+
+def test_a_tree_in_a_batch_is_close_to_its_chains(fast_target: ModelRunner, prompts: list[Tokens]) -> None:
+    tree, prefix = grown(20, seed=1), prompts[0][:30]
+    with leased(fast_target, 64, 64, 64) as (lease, other, third):
+        for held in (lease, other, third):
+            prefill(fast_target, held, prefix)
+        slots = lease.slots[30 : 30 + tree.size][::-1].copy()
+        beside = chain_rows(third, 30, [5, 6, 7], wanted=0)
+        logits = fast_target.forward([beside, tree_rows(lease, 30, tree, slots)])
+        assert_close(logits[:3], fast_target.forward([beside]))
+        for node in range(tree.size):
+            chain = tree.token[tree.lineage(node)].tolist()
+            expected = fast_target.forward([chain_rows(other, 30, chain)])
+            assert_close(logits[3 + node], expected[0])
+
+
+def test_rows_beyond_the_largest_bucket_are_computed(fast_target: ModelRunner, prompts: list[Tokens]) -> None:
+    tokens = prompts[0][:75]
+    with leased(fast_target, 75, 75) as (first, second):
+        whole = prefill(fast_target, first, tokens, chunk=75)
+        assert_close(whole, prefill(fast_target, second, tokens, chunk=5))
+
+
+# smaller things
+
+
+def test_packed_linears_compute_the_same_for_any_number_of_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((640, 512), (640,), (40, 512)))
+    packed = PackedLinear(weight, bias)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    for rows in (1, 2, 7, 40):
+        torch.testing.assert_close(packed(x[:rows]), expected[:rows], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        ("float32", "cpu", torch.float32),
+        ("float32", "cuda", torch.float32),
+        ("bfloat16", "cpu", torch.bfloat16),
+        ("auto", "cuda", torch.bfloat16),
+    ],
+)
+def test_the_dtype_is_what_was_asked_for(name: Any, device: str, dtype: torch.dtype) -> None:
+    assert pick_dtype(name, device) == dtype
+
+
+def test_a_chain_is_at_consecutive_positions_and_sees_what_came_before(target: ModelRunner) -> None:
+    with leased(target, 40) as (lease,):
+        rows = chain_rows(lease, 30, [1, 2, 3])
+        assert list(rows.positions) == [30, 31, 32]
+        assert rows.slots.tolist() == lease.slots[30:33].tolist()
+        assert rows.visible.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+        assert (rows.prefix, rows.wanted) == (30, 2)
