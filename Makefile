@@ -25,7 +25,7 @@ check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generate
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_proto.py
 
 exact: $(VENV)/.installed-dev ## the larger exactness matrix: drafters x windows x batches x temperatures
-	$(BIN)/python tests/exact.py
+	$(BIN)/python -m tests.exact
 
 format: $(VENV)/.installed-dev ## format, and fix what the linter can fix
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 import logging
 import uuid
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,7 @@ class LocalCluster:
         target_places, draft_places = placements or place(targets, drafts, count_gpus(), threads)
         # By name: an actor that got a handle as an argument could not be restarted once the handle is gone.
         registry = f"paceline-registry-{uuid.uuid4().hex}"
-        self.registry = ray.remote(Registry).options(num_cpus=0, name=registry).remote()
+        self.registry: Any = ray.remote(Registry).options(num_cpus=0, name=registry, max_restarts=-1).remote()
         progress("loading the models")
         self.targets: list[Any] = [
             self._actor(TargetActor, where).remote(target, where, registry, index)
@@ -65,18 +66,19 @@ class LocalCluster:
             raise TimeoutError(f"a target did not find its {drafts} drafts")
 
     def stream(self, request: GenerationRequest, target: int = 0) -> Generator[TokenChunk]:
-        """The chunks of one request. Closing the iterator cancels the request."""
+        """The chunks of one request. Closing the iterator cancels the request.
+
+        Raises InvalidRequest, Overloaded or Closed, or RayActorError when the target dies: the request can be resumed
+        on another one.
+        """
         actor = self.targets[target]
-        stream = actor.generate.options(num_returns="streaming").remote(request)
-        finished = False
         try:
-            for reference in stream:
-                chunk: TokenChunk = ray.get(reference)
-                finished = chunk.finish_reason is not None
-                yield chunk
-        finally:
-            if not finished:
+            for reference in actor.generate.options(num_returns="streaming").remote(request):
+                yield ray.get(reference)
+        except (GeneratorExit, KeyboardInterrupt):
+            with suppress(ray.exceptions.RayActorError):  # what is dead needs no cancelling
                 ray.get(actor.cancel.remote(request.request_id))
+            raise
 
     def close(self) -> None:
         """Ends all actors, and Ray if this started it."""

@@ -95,8 +95,8 @@ class CostModel:
         rows = self._bucket(rows)
         if rows in self._first:
             self._off += 0.05 * (min(milliseconds / self._first[rows], 4.0) - self._off)
-        old = self._seen.get(rows)
-        self._seen[rows] = milliseconds if old is None else old + 0.05 * (milliseconds - old)
+        old = self._seen.get(rows, self._first.get(rows, milliseconds) * self._off)
+        self._seen[rows] = old + (0.05 if rows in self._seen else 0.5) * (milliseconds - old)
         self._table = None
 
     def table(self, rows: int) -> FloatArray:
