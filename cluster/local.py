@@ -99,7 +99,13 @@ def start_ray() -> bool:
     if ray.is_initialized():
         return False
     logging.getLogger("ray").setLevel(logging.ERROR)  # it would announce that its tokens protect this cluster
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        _system_config={"worker_niceness": 0},  # Ray's own processes would go before the models
+    )
     return True
 
 

@@ -140,11 +140,11 @@ class TargetReplica:
     def _turn(self) -> bool:
         started = time.monotonic()
         self._take_in()
-        if self._running:
-            self._step(started)
-        else:
+        if not self._running:
             self._send()
-        return bool(self._running)
+            return False
+        self._step(started)
+        return True
 
     def _end_all(self, failure: Exception | None) -> None:
         for submitted in self._intake.close():

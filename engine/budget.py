@@ -96,7 +96,8 @@ class CostModel:
         if rows in self._first:
             self._off += 0.05 * (min(milliseconds / self._first[rows], 4.0) - self._off)
         old = self._seen.get(rows, self._first.get(rows, milliseconds) * self._off)
-        self._seen[rows] = old + (0.05 if rows in self._seen else 0.5) * (milliseconds - old)
+        weight = 0.05 if rows in self._seen else 0.5
+        self._seen[rows] = old + weight * (min(milliseconds, 3 * old) - old)  # a pause of the machine says nothing
         self._table = None
 
     def table(self, rows: int) -> FloatArray:

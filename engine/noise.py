@@ -55,12 +55,7 @@ def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def keys(seed: int, positions: Iterable[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Keys for several positions of one sample: int64 [n]."""
-    return keys_of([(seed, position) for position in positions], device)
-
-
-def keys_of(pairs: Iterable[tuple[int, int]], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Keys for several (seed, position) pairs: int64 [n]."""
-    return torch.tensor([_signed(key(seed, position)) for seed, position in pairs], dtype=torch.int64, device=device)
+    return torch.tensor([_signed(key(seed, position)) for position in positions], dtype=torch.int64, device=device)
 
 
 class NoiseRows:
@@ -78,6 +73,10 @@ class NoiseRows:
             new = gumbel(keys(self._seed, missing, self._tokens.device)[:, None], self._tokens)
             self._rows.update(zip(missing, new.unbind(0), strict=True))
         return torch.stack([self._rows[position] for position in positions])
+
+    def row(self, position: int) -> torch.Tensor:
+        """Noise for one position: float32 [vocab_size]."""
+        return self.rows([position])[0]
 
     def forget_before(self, position: int) -> None:
         """Drops rows that no step can need again."""

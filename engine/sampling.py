@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from engine import noise
 from engine.types import SamplingParams
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
-_CANDIDATES = 64  # a draft considers this many of its most probable tokens
 _SHARPNESS = 2.0  # a draft's softmax is flatter than its hit rate; measured on the bundled pair
 
 
@@ -66,23 +64,20 @@ def _nucleus_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def propose(
-    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int], count: int
+    logits: torch.Tensor, params: Sequence[SamplingParams], noise: torch.Tensor | None, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A draft's guesses at what `choose` will give a better model: (tokens int64, confidences float32), both [n, count].
 
-    logits: [n, vocab_size] of the draft; params and positions of each row's next token. The guesses use the same noise as
-    the target's choice. Only the most probable tokens are looked at: a guess may be approximate.
+    logits: [n, vocab_size] of the draft; params: of each row; noise: float32 [n, vocab_size], the target's, zeros in greedy
+    rows, needed when a row is not greedy.
     """
-    values, tokens = logits.float().topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
-    if any(row.temperature > 0 for row in params):
-        sampled = torch.tensor([[row.temperature > 0] for row in params], device=logits.device)
-        temperatures = torch.tensor([[row.temperature or 1.0] for row in params], device=logits.device)
-        pairs = [(row.seed, position) for row, position in zip(params, positions, strict=True)]
-        keys = noise.keys_of(pairs, logits.device)
-        values = values / temperatures
+    values = logits.float()
+    if noise is not None:
+        values = values / torch.tensor([[row.temperature or 1.0] for row in params], device=logits.device)
         for i, row in enumerate(params):
             if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
                 values[i] = restrict(values[i : i + 1], row)[0]
-        values = values + noise.gumbel(keys[:, None], tokens) * sampled
-    confidences, order = (values * _SHARPNESS).softmax(-1).topk(count, dim=-1)
-    return tokens.gather(-1, order), confidences
+        values = values + noise
+    best, tokens = values.topk(count, dim=-1)
+    total = (values * _SHARPNESS).logsumexp(-1, keepdim=True)
+    return tokens, (best * _SHARPNESS - total).exp()

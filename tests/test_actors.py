@@ -142,6 +142,15 @@ def lives_again(actor: Any, killed: int) -> bool:
     return False
 
 
+def until_replaced(actor: Any, killed: int) -> None:
+    until(lambda: lives_again(actor, killed), "Ray starts another actor")
+
+
+def until_noticed(cluster: LocalCluster, killed: int) -> None:
+    """The target has missed its draft, if only until the next one came."""
+    until(lambda: stats(cluster).drafts == 0 or lives_again(cluster.drafts[0], killed), "the target notices")
+
+
 def until_hits_rise(cluster: LocalCluster) -> None:
     before = stats(cluster).hits
     until(lambda: stats(cluster).hits > before + 10, "the mirrors hold what comes next")
@@ -180,10 +189,10 @@ def test_a_draft_killed_again_and_again_changes_nothing(single: LocalCluster, ca
     for index in range(KILLS):
         until_hits_rise(single)
         pid = kill(single.drafts[0])
-        until(lambda: stats(single).drafts == 0, "the target notices")
+        until_noticed(single, pid)
         if index == 1:
             ray.kill(single.registry, no_restart=False)
-        until(lambda pid=pid: lives_again(single.drafts[0], pid), "Ray starts another draft")  # type: ignore[misc]
+        until_replaced(single.drafts[0], pid)
         single.wait_linked(1)
     until_hits_rise(single)
     assert readers.stop() >= STREAMS
@@ -243,6 +252,6 @@ def test_a_request_resumes_on_another_target(
         held.extend(token for chunk in stream for token in chunk.tokens)
     assert held == whole.tokens[: len(held)]
     assert held + read(double, replace(request, resume_tokens=tuple(held)), target=1) == whole.tokens
-    until(lambda: lives_again(double.targets[0], pid), "Ray starts another target")
+    until_replaced(double.targets[0], pid)
     double.wait_linked(2)
     assert read(double, requests[1]) == expected[1]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from cluster import intake
+from cluster import draft as draft_module
+from cluster import draft_state, intake
+from cluster import target as target_module
 from cluster.draft import DraftReplica
 from cluster.faulty_link import FaultyLink
 from cluster.grpc_link import DraftServer, connect
@@ -43,6 +45,13 @@ def _no_thread_left() -> Iterator[None]:
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread
+
+
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops that pause go on for what comes in, or never."""
+    monkeypatch.setattr(target_module, "_RENEW_EVERY_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(draft_module, "_EXPIRE_EVERY_S", 10 * PATIENCE_S)
 
 
 class Stream:
@@ -525,6 +534,20 @@ def test_token_ids_beyond_the_drafts_vocabulary_do_it_no_harm(draft: ModelRunner
         assert drafts.alive
         near.close()
         until(lambda: drafts.stats().sessions == 0, "the draft forgets its sessions")
+
+
+def test_sessions_that_nobody_renews_end(draft: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_module, "_EXPIRE_EVERY_S", 0.02)
+    monkeypatch.setattr(draft_state, "LEASE_S", 0.1)
+    with drafting(ModelDrafter(draft)) as drafts:
+        near, far = memory_link()
+        drafts.add_link(far)
+        near.send([Open(1, (1, 2, 3), SamplingParams())])
+        assert near.wait(PATIENCE_S)  # it grew
+        until(lambda: drafts.stats().sessions == 0, "the lease runs out")
+        assert drafts.wait_idle(PATIENCE_S)
+        assert draft.pool.used_pages == 0
+        assert near.alive
 
 
 # --- the target's own limits

@@ -1,6 +1,7 @@
 """Logits to tokens: filters against a plain reference, and chi-square tests against the target's distribution."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -164,7 +165,8 @@ def test_the_inputs_are_left_alone() -> None:
     copy = logits.clone()
     for params in FILTERS:
         sampling.choose(logits, params, torch.zeros(3, 50))
-        sampling.propose(logits, [params, replace(params, temperature=0.0), params], [1, 2, 3], 4)
+        rows = [params, replace(params, temperature=0.0), params]
+        sampling.propose(logits, rows, noise_of(rows, [1, 2, 3], 50), 4)
     assert torch.equal(logits, copy)
 
 
@@ -178,12 +180,21 @@ def test_margins_are_the_distance_to_the_second_best() -> None:
 # a draft's guesses
 
 
+def noise_of(rows: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int) -> torch.Tensor:
+    """The noise of each row, zeros where it is greedy."""
+    drawn = [
+        noise.gumbel(noise.keys(row.seed, [position])[:, None], torch.arange(vocab_size))[0] * (row.temperature > 0)
+        for row, position in zip(rows, positions, strict=True)
+    ]
+    return torch.stack(drawn)
+
+
 @pytest.mark.parametrize("params", [SamplingParams(), *FILTERS])
 def test_a_draft_with_the_targets_logits_guesses_the_targets_token(params: SamplingParams) -> None:
     logits = some_logits(64, 60)
     rows = [replace(params, seed=seed) for seed in range(64)]
     positions = list(range(3, 67))
-    tokens, _ = sampling.propose(logits, rows, positions, 4)
+    tokens, _ = sampling.propose(logits, rows, noise_of(rows, positions, 60), 4)
     for i, row in enumerate(rows):
         values = noise.gumbel(noise.keys(row.seed, [positions[i]])[:, None], torch.arange(60))
         assert tokens[i, 0] == sampling.choose(logits[i : i + 1], row, values)[0]
@@ -192,15 +203,16 @@ def test_a_draft_with_the_targets_logits_guesses_the_targets_token(params: Sampl
 def test_guesses_of_mixed_rows_are_those_of_each_row_alone() -> None:
     logits = some_logits(len(FILTERS) + 1, 300)
     rows = [SamplingParams(), *FILTERS]
-    tokens, confidences = sampling.propose(logits, rows, list(range(len(rows))), 5)
+    tokens, confidences = sampling.propose(logits, rows, noise_of(rows, range(len(rows)), 300), 5)
     for i, row in enumerate(rows):
-        alone = sampling.propose(logits[i : i + 1], [row], [i], 5)
+        alone = sampling.propose(logits[i : i + 1], [row], noise_of([row], [i], 300), 5)
         assert torch.equal(tokens[i], alone[0][0])
         assert torch.equal(confidences[i], alone[1][0])
 
 
 def test_guesses_are_distinct_with_falling_confidences_below_one() -> None:
-    tokens, confidences = sampling.propose(some_logits(50, 300), [SamplingParams(1.0)] * 50, [0] * 50, 6)
+    rows = [SamplingParams(1.0)] * 50
+    tokens, confidences = sampling.propose(some_logits(50, 300), rows, noise_of(rows, [0] * 50, 300), 6)
     assert all(len(set(row)) == 6 for row in tokens.tolist())
     assert bool((confidences[:, 1:] <= confidences[:, :-1]).all())
     assert bool((confidences.sum(-1) <= 1 + 1e-5).all())

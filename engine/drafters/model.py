@@ -8,6 +8,7 @@ import torch
 
 from engine import sampling
 from engine.kv import Lease
+from engine.noise import NoiseRows
 from engine.runner import ModelRunner, SequenceRows, chain_rows
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
 from engine.types import SamplingParams
@@ -40,6 +41,7 @@ class _Session:
         self.tree_lease = tree_lease  # draft tokens, one slot each
         self.free_slots: list[int] = tree_lease.slots.tolist()
         self.tree = TokenTree(tokens[-1], capacity)
+        self.noise: NoiseRows | None = None  # of a session that is not greedy
 
     @property
     def pending(self) -> list[int]:
@@ -54,6 +56,7 @@ class ModelDrafter:
         self._runner = runner
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
+        self._silence = torch.zeros(runner.vocab_size, device=runner.device)
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
         """See Drafter."""
@@ -65,7 +68,10 @@ class ModelDrafter:
         except RuntimeError:
             pool.release(lease)
             raise
-        self._sessions[session] = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes)
+        held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes)
+        if params.temperature > 0:
+            held.noise = NoiseRows(params.seed, self._runner.vocab_size, self._runner.device)
+        self._sessions[session] = held
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter. Raises PoolExhausted, after which the session must be closed."""
@@ -81,6 +87,8 @@ class ModelDrafter:
             pool.move(moved.path_slots, held.lease.slots[old : old + count].tolist())
             held.computed = old + count
         held.free_slots.extend(moved.path_slots + moved.freed_slots)
+        if held.noise is not None:
+            held.noise.forget_before(len(held.tokens))
         return moved
 
     def grow(self) -> list[int]:
@@ -165,11 +173,8 @@ class ModelDrafter:
         """Adds the likeliest children of every expanded node."""
         held = [self._sessions[session] for session, _ in places]
         params = [session.params for session in held]
-        positions = [
-            len(session.tokens) + (int(session.tree.depth[node]) if node >= 0 else 0)
-            for session, (_, node) in zip(held, places, strict=True)
-        ]
-        tokens, confidences = sampling.propose(logits, params, positions, self._growing.children)
+        noise = self._noise(places) if any(session.noise for session in held) else None
+        tokens, confidences = sampling.propose(logits, params, noise, self._growing.children)
         for session, (_, node), row_tokens, row_confidences in zip(
             held, places, tokens.tolist(), confidences.tolist(), strict=True
         ):
@@ -177,3 +182,12 @@ class ModelDrafter:
                 session.tree.expanded[node] = True
                 for token, confidence in zip(row_tokens, row_confidences, strict=True):
                     session.tree.add(node, token, confidence)
+
+    def _noise(self, places: list[tuple[int, int]]) -> torch.Tensor:
+        """The noise of the token after each node, float32 [n, vocab_size]; zeros for greedy sessions."""
+        rows = []
+        for session, node in places:
+            held = self._sessions[session]
+            position = len(held.tokens) + (int(held.tree.depth[node]) if node >= 0 else 0)
+            rows.append(held.noise.row(position) if held.noise is not None else self._silence)
+        return torch.stack(rows)
