@@ -28,7 +28,18 @@ from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.kv import HandleChain
 from engine.runner import ModelRunner, SequenceRows
-from engine.types import Commit, Down, GenerationRequest, Growth, InvalidRequest, Open, SamplingParams, TokenChunk, Up
+from engine.types import (
+    Commit,
+    Down,
+    GenerationRequest,
+    Growth,
+    InvalidRequest,
+    NeedPrefix,
+    Open,
+    SamplingParams,
+    TokenChunk,
+    Up,
+)
 from engine.windows import FixedChain, FixedTree
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, growth, until
@@ -519,6 +530,25 @@ def test_a_draft_without_room_costs_speed_only(target: ModelRunner, case: MakeCa
         assert replica.wait_idle(PATIENCE_S)
         assert replica.stats().link["reopened"] > 0
         until(lambda: drafts.stats().sessions == 0, "the draft forgets its sessions")
+        drafts.check()
+        assert small.pool.used_pages == 0
+
+
+def test_a_session_that_outgrows_the_draft_is_dropped_and_asked_for_again() -> None:
+    small = ModelRunner(exact.DRAFT, dtype="float32", kv_tokens=48)  # three pages of 16
+    with drafting(ModelDrafter(small, Growing(max_nodes=32))) as drafts:
+        near, far = memory_link()
+        drafts.add_link(far)
+        near.send([Open(1, tuple(range(10)), SamplingParams())])
+        until(lambda: drafts.stats().steps >= 3, "there is growth that the link does not take")
+        longer = tuple(range(20))
+        near.send([Commit(1, HandleChain(longer).handle, longer[10:], False)])
+        until(lambda: drafts.stats().sessions == 0, "the draft drops the session")
+        near.send([Commit(1, HandleChain(longer).handle, longer[10:], False)])
+        heard: list[Up] = []
+        while NeedPrefix((1,)) not in heard:
+            assert near.wait(PATIENCE_S)
+            heard += near.receive()
         drafts.check()
         assert small.pool.used_pages == 0
 
