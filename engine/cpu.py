@@ -13,6 +13,7 @@ import torch.nn.functional as F
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
+_PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}  # no norms on queries and keys
 
 
 class PackedLinear(torch.nn.Module):
@@ -53,14 +54,14 @@ class JoinedPart(torch.nn.Module):
 
     def __init__(self, joined: _Joined, index: int) -> None:
         super().__init__()
-        self._joined = joined
+        self.joined = joined
         self._index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features], the same for all parts."""
         if self._index == 0:
-            self._joined.compute(x)
-        return self._joined.parts[self._index]
+            self.joined.compute(x)
+        return self.joined.parts[self._index]
 
 
 class FusedNorm(torch.nn.Module):
@@ -87,6 +88,52 @@ class PlainLinear(torch.nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class FusedLayer(torch.nn.Module):
+    """A decoder layer of the Llama family in about twenty operations: a small model's step is mostly their overhead."""
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        """layer: after its projections were joined and its norms fused."""
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self._qkv, self._out = attention.q_proj.joined.linear, attention.o_proj
+        self._gate_up, self._down = mlp.gate_proj.joined.linear, mlp.down_proj
+        self._index, self._scale, self._dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
+    ) -> torch.Tensor:
+        """hidden_states: [1, rows, hidden_size]; position_embeddings: cosines and sines [1, rows, head_dim].
+
+        kwargs: as transformers passes them to a layer, with `paceline` from the runner.
+        """
+        x = hidden_states[0]
+        x = x + self._attend(self._before_attention(x), position_embeddings, kwargs["paceline"])
+        gate, up = self._gate_up(self._before_mlp(x)).chunk(2, -1)
+        out: torch.Tensor = x + self._down(F.silu(gate).mul_(up))
+        return out[None]
+
+    def _attend(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Any) -> torch.Tensor:
+        rows, heads, kv_heads = len(x), self._heads, self._kv_heads
+        qkv = self._qkv(x).view(rows, heads + 2 * kv_heads, self._dim)
+        turned = _rotate(qkv[:, : heads + kv_heads], *rotation)
+        part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
+        out = part.attend(self._index, turned[:, :heads].transpose(0, 1), self._scale)
+        result: torch.Tensor = self._out(out.reshape(rows, heads * self._dim))
+        return result
+
+
+def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [rows, heads, head_dim], by halves (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
+    half = x.shape[-1] // 2
+    cosines, sines = cosines[0, :, None], sines[0, :, None]
+    out = x * cosines
+    out[..., :half].addcmul_(x[..., half:], sines[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sines[..., half:])
+    return out
+
+
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
     """The faster kind of linear layer for this weight [out_features, in_features] on this machine."""
     if weight.dtype == torch.float32:
@@ -103,6 +150,25 @@ def speed_up(model: torch.nn.Module) -> None:
             _join(module, names)
         for name, child in list(module.named_children()):
             setattr(module, name, _faster(child))
+
+    config = getattr(model, "config", None)
+    for parent in list(model.modules()):
+        layers = getattr(parent, "layers", None)
+        if isinstance(layers, torch.nn.ModuleList):
+            for index, layer in enumerate(layers):
+                if _is_plain(layer):
+                    layers[index] = FusedLayer(layer, config)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a decoder layer is exactly what FusedLayer computes."""
+    if type(layer).__name__ not in _PLAIN_LAYERS:
+        return False
+    projections = (layer.self_attn.q_proj, layer.mlp.gate_proj)
+    return all(isinstance(part, JoinedPart) for part in projections) and type(layer.mlp.act_fn).__name__ in (
+        "SiLU",
+        "SiLUActivation",
+    )
 
 
 def _faster(module: Any) -> torch.nn.Module:

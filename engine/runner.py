@@ -256,6 +256,12 @@ class _Part:
     groups: list[_Group]
     rows: int  # without padding
 
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores the rows' own keys and values, each [kv_heads, rows, head_dim]."""
+        store = self.data[layer]
+        store[0].index_copy_(1, self.write, key)
+        store[1].index_copy_(1, self.write, value)
+
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """query: [heads, rows, head_dim]; returns [rows, heads, head_dim], zeros in padding rows."""
         keys, values = self.data[layer].unbind(0)
@@ -303,7 +309,5 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    store = paceline.data[layer]
-    store[0].index_copy_(1, paceline.write, key[0])
-    store[1].index_copy_(1, paceline.write, value[0])
+    paceline.write_kv(layer, key[0], value[0])
     return paceline.attend(layer, query[0], scaling)[None], None

@@ -1,5 +1,6 @@
 """Targets and drafts as Ray actors: whoever is killed, the tokens are those of plain decoding."""
 
+import asyncio
 import os
 import pickle
 import signal
@@ -15,13 +16,14 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from cluster.actors import DraftConfig, TargetConfig
+from cluster import actors as actors_module
+from cluster.actors import DraftConfig, TargetActor, TargetConfig
 from cluster.draft import DraftStats
 from cluster.local import LocalCluster
-from cluster.target import TargetStats
+from cluster.target import TargetReplica, TargetStats
 from engine.decode import decode
 from engine.runner import ModelRunner
-from engine.types import GenerationRequest, InvalidRequest
+from engine.types import GenerationRequest, InvalidRequest, TokenChunk
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 
@@ -181,6 +183,31 @@ def test_a_bad_request_is_refused_by_name(single: LocalCluster, case: Callable[[
         list(single.stream(request))
     copy = pickle.loads(pickle.dumps(InvalidRequest("prompt", "is odd")))
     assert (copy.param, copy.message, str(copy)) == ("prompt", "is odd", "prompt: is odd")
+
+
+def test_a_reader_that_falls_behind_loses_its_stream_alone(
+    target: ModelRunner, case: Callable[[float], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors_module, "MAX_CHUNKS", 3)
+    requests, expected = case(1.0)
+    request = replace(requests[0], params=replace(requests[0].params, max_tokens=200))
+    replica = TargetReplica(target, exact.goodput())
+    actor = TargetActor.__new__(TargetActor)  # without Ray
+    actor._replica = replica
+
+    async def read_late() -> list[TokenChunk]:
+        stream = actor.generate(request)
+        first = await anext(stream)
+        assert await asyncio.to_thread(replica.wait_idle, PATIENCE_S)
+        return [first, *[chunk async for chunk in stream]]
+
+    *chunks, last = asyncio.run(read_late())
+    assert (last.finish_reason, last.error, last.tokens) == ("error", "the reader fell behind", ())
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    assert 3 <= len(tokens) < 200
+    assert tokens[:TOKENS] == expected[0][: len(tokens)]
+    replica.check()
+    replica.close()
 
 
 def test_a_draft_killed_again_and_again_changes_nothing(single: LocalCluster, case: Callable[[float], Case]) -> None:
