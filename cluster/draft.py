@@ -15,6 +15,9 @@ from engine.types import Down, Growth, Up
 
 logger = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 1.0
+_STEPS_PER_MESSAGE = (
+    2  # draft steps whose growth goes in one message, unless the target waits: messages cost both sides
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class DraftReplica:
         self._links: dict[int, Link[Up, Down]] = {}
         self._next_stream = 0
         self._fresh: dict[int, None] = {}  # keys with growth to send
+        self._urgent: set[int] = set()  # keys whose target has nothing to verify
         self._steps, self._busy_s, self._started = 0, 0.0, time.monotonic()
         self._next_expiry = self._started + _EXPIRE_EVERY_S
         self.trace = Trace()
@@ -71,8 +75,12 @@ class DraftReplica:
 
     def _turn(self) -> bool:
         heard = self._listen()
+        self._send_urgent()  # what a miss made worth telling again; it doesn't wait for a draft step
         grown = self._grow()
-        self._send()
+        if not grown or self._steps % _STEPS_PER_MESSAGE == 0:
+            self._send()
+        else:
+            self._send_urgent()
         return heard or grown
 
     def _end(self, failure: Exception | None) -> None:
@@ -117,7 +125,7 @@ class DraftReplica:
                     self._commit(command)
                 case CloseSession():
                     self._drafter.close(command.key)
-                    self._fresh.pop(command.key, None)
+                    self._forget(command.key)
 
     def _open(self, command: OpenSession) -> None:
         try:
@@ -134,12 +142,18 @@ class DraftReplica:
             logger.debug("session dropped: %s", error)
             self._drafter.close(command.key)
             self._state.refused(command.key)
-            self._fresh.pop(command.key, None)
+            self._forget(command.key)
             return
-        if command.resend and moved.children:
-            resend(self._drafter.tree(command.key))
-            self._fresh[command.key] = None
+        if command.resend:
+            self._urgent.add(command.key)
+            if moved.children:
+                resend(self._drafter.tree(command.key))
+                self._fresh[command.key] = None
         self.trace.add("commit", started, len(command.tokens))
+
+    def _forget(self, key: int) -> None:
+        self._fresh.pop(key, None)
+        self._urgent.discard(key)
 
     def _grow(self) -> bool:
         """One draft step; whether there was anything to do."""
@@ -151,6 +165,10 @@ class DraftReplica:
             self._busy_s += time.monotonic() - started
             self.trace.add("draft step", started, len(grown))
         return bool(grown)
+
+    def _send_urgent(self) -> None:
+        if any(key in self._urgent for key in self._fresh):
+            self._send()
 
     def _send(self) -> None:
         """One coalesced message for each target whose link took the last one."""
@@ -167,6 +185,7 @@ class DraftReplica:
             del self._fresh[key]
             growth = self._state.growth(key, self._drafter.tree(key))
             if growth is not None:
+                self._urgent.discard(key)
                 growths.append(growth)
         if growths:
             self.trace.add("growth", started, sum(len(growth.tokens) for growth in growths))

@@ -95,11 +95,12 @@ class Loop:
         self._placement.apply_to_thread()
         failure = None
         try:
-            while not self._stopping:
-                self.listen()
+            self.listen()
+            while not self._stopping:  # asked after listening: who stops it sets this, then wakes it
                 self._do_asked()
                 if not self._turn():
                     self._rest()
+                self.listen()
             self._do_asked()
         except Exception as error:  # the edge of the thread: those who wait for it must be told
             logger.exception("%s failed", self._thread.name)

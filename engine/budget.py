@@ -199,7 +199,7 @@ class Patience:
         worth = self._accepted * self._token_s - max(0.0, self._verifying_s - self._alone_s)
         if self._reaction_s < worth:
             return 2 * worth
-        return 0.5 * self._token_s if self._misses % self._LOOK_EVERY == 0 else 0.0
+        return self._token_s if self._misses % self._LOOK_EVERY == 0 else 0.0
 
     def waited(self, seconds: float, arrived: bool) -> None:
         """A wait ended."""

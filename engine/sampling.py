@@ -11,6 +11,7 @@ import torch
 from engine.types import SamplingParams
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
+_CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
 _SHARPNESS = 2.0  # a draft's softmax is flatter than its hit rate; measured on the bundled pair
 
 
@@ -78,6 +79,5 @@ def propose(
             if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
                 values[i] = restrict(values[i : i + 1], row)[0]
         values = values + noise
-    best, tokens = values.topk(count, dim=-1)
-    total = (values * _SHARPNESS).logsumexp(-1, keepdim=True)
-    return tokens, (best * _SHARPNESS - total).exp()
+    best, tokens = values.topk(max(count, min(_CANDIDATES, values.shape[-1])), dim=-1)
+    return tokens[:, :count], (best * _SHARPNESS).softmax(-1)[:, :count]

@@ -1,0 +1,84 @@
+"""The loop that replicas run: what is asked of it is done, and it never sleeps on."""
+
+import threading
+
+import pytest
+
+from cluster.loop import Loop
+from cluster.placement import Placement
+from tests.cluster_fixtures import PATIENCE_S, until
+
+
+class Worker:
+    """Counts down its work, one piece a turn."""
+
+    def __init__(self) -> None:
+        self.work = 0
+        self.ended: list[Exception | None] = []
+        self.loop = Loop("paceline-test", Placement(), 10 * PATIENCE_S, self._turn, self.ended.append)
+        self.loop.start()
+
+    def add(self, work: int) -> None:
+        self.work += work
+
+    def _turn(self) -> bool:
+        if self.work == 13:
+            raise ValueError("thirteen")
+        busy = self.work > 0
+        self.work -= busy
+        return busy
+
+
+def test_what_is_asked_is_answered_between_turns_and_stopping_is_never_slept_through() -> None:
+    for round in range(300):
+        worker = Worker()
+        worker.loop.do(lambda worker=worker: worker.add(3))  # type: ignore[misc]
+        if round % 3:
+            assert worker.loop.ask(lambda worker=worker: worker.work) <= 3  # type: ignore[misc]
+        if round % 2:
+            assert worker.loop.wait_idle(PATIENCE_S)
+            assert worker.work == 0
+            assert worker.loop.alive
+        worker.loop.stop()
+        assert not worker.loop.alive
+        assert worker.ended == [None]
+
+
+def test_idle_means_that_everything_asked_is_done() -> None:
+    worker = Worker()
+    for _ in range(300):
+        worker.loop.do(lambda: worker.add(2))
+        assert worker.loop.wait_idle(PATIENCE_S)
+        assert worker.work == 0
+    worker.loop.stop()
+
+
+def test_a_question_that_raises_harms_only_the_one_who_asked() -> None:
+    worker = Worker()
+    with pytest.raises(ZeroDivisionError):
+        worker.loop.ask(lambda: 1 // 0)
+    assert worker.loop.alive
+    worker.loop.stop()
+    with pytest.raises(ZeroDivisionError):  # asked of a loop that ended: answered by the one who asks
+        worker.loop.ask(lambda: 1 // 0)
+
+
+def test_a_turn_that_raises_ends_the_loop() -> None:
+    worker = Worker()
+    worker.loop.do(lambda: worker.add(13))
+    until(lambda: not worker.loop.alive, "the loop ends")
+    worker.loop.stop()
+    (failure,) = worker.ended
+    assert isinstance(failure, ValueError)
+    assert worker.loop.ask(lambda: 7) == 7
+
+
+def test_work_goes_on_while_nobody_asks() -> None:
+    worker = Worker()
+    asked = threading.Event()
+    worker.loop.do(lambda: worker.add(12))
+    worker.loop.do(asked.set)
+    assert asked.wait(PATIENCE_S)
+    assert worker.loop.wait_idle(PATIENCE_S)
+    assert worker.work == 0
+    worker.loop.stop()
