@@ -102,6 +102,12 @@ def read(cluster: LocalCluster, request: GenerationRequest, target: int = 0) -> 
     return [token for chunk in chunks for token in chunk.tokens]
 
 
+def reads(cluster: LocalCluster, request: GenerationRequest, expected: list[int]) -> bool:
+    """Reads a stream, for those who wait for something to happen in one: False."""
+    assert read(cluster, request) == expected
+    return False
+
+
 def read_all(cluster: LocalCluster, requests: Sequence[GenerationRequest], target: int = 0) -> list[list[int]]:
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(lambda request: read(cluster, request, target), requests))
@@ -162,7 +168,7 @@ def until_hits_rise(cluster: LocalCluster) -> None:
 def test_streams_equal_plain_decoding(single: LocalCluster, case: Callable[[float], Case], temperature: float) -> None:
     requests, expected = case(temperature)
     assert read_all(single, requests) == expected
-    assert stats(single).accepted > 0
+    until(lambda: stats(single).accepted > 0 or reads(single, requests[0], expected[0]), "a draft token is accepted")
 
 
 def test_closing_a_stream_cancels_its_request(single: LocalCluster, case: Callable[[float], Case]) -> None:
@@ -249,8 +255,10 @@ def test_speculation_can_be_switched_off_and_on(single: LocalCluster, case: Call
     assert stats(single).verified == before.verified
     ray.get(target.set_speculation.remote(True))
     ray.get(target.set_window.remote("chain", 4))
-    assert read_all(single, requests[:2]) == expected[:2]
-    assert stats(single).verified > before.verified
+    until(
+        lambda: stats(single).verified > before.verified or reads(single, requests[0], expected[0]),
+        "draft tokens are verified",
+    )
     ray.get(target.set_window.remote("goodput", 31))
 
 

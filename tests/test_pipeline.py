@@ -142,6 +142,24 @@ def case(target: ModelRunner, _plain: dict[tuple[float, int], list[list[int]]]) 
     return make
 
 
+class Steps:
+    """Does things when the target has run so many passes."""
+
+    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._todo: dict[int, Callable[[], object]] = {}
+        self._run = 0
+        self._forward = runner.forward
+        monkeypatch.setattr(runner, "forward", self._count)
+
+    def at(self, count: int, action: Callable[[], object]) -> None:
+        self._todo[self._run + count] = action
+
+    def _count(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
+        self._run += 1
+        self._todo.pop(self._run, lambda: None)()
+        return self._forward(batch)
+
+
 @contextmanager
 def serving(runner: ModelRunner, window: Window | None = None, **options: object) -> Iterator[TargetReplica]:
     """A target, audited in the end."""
@@ -226,14 +244,18 @@ def test_streams_equal_plain_decoding(
     target: ModelRunner,
     draft: ModelRunner,
     case: MakeCase,
+    monkeypatch: pytest.MonkeyPatch,
     temperature: float,
     window: str,
     batch: int,
     link: str,
 ) -> None:
     wanted = case(temperature)[: max(batch, 2)]
+    steps = Steps(target, monkeypatch)
     with drafting(ModelDrafter(draft)) as drafts, serving(target, WINDOWS[window](), max_batch=batch) as replica:
         with LINKS[link](replica, drafts):  # type: ignore[attr-defined]
+            for count in (4, 8, 12):  # the draft gets a chance, however busy the machine is
+                steps.at(count, lambda: drafts.wait_idle(PATIENCE_S))
             streams = submit(replica, wanted.requests)
             assert outputs(streams) == wanted.expected
             assert replica.wait_idle(PATIENCE_S)
@@ -344,24 +366,6 @@ def test_requests_cancelled_at_random_points_leave_nothing(
 # --- drafts that leave, lie, hang or fail
 
 
-class Steps:
-    """Does things when the target has run so many passes."""
-
-    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._todo: dict[int, Callable[[], None]] = {}
-        self._run = 0
-        self._forward = runner.forward
-        monkeypatch.setattr(runner, "forward", self._count)
-
-    def at(self, count: int, action: Callable[[], None]) -> None:
-        self._todo[self._run + count] = action
-
-    def _count(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
-        self._run += 1
-        self._todo.pop(self._run, lambda: None)()
-        return self._forward(batch)
-
-
 def test_a_new_draft_takes_over_mid_stream(
     target: ModelRunner, draft: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,12 +382,9 @@ def test_a_new_draft_takes_over_mid_stream(
             replacements[0].add_link(far)
             replica.add_link(near)
 
-        def until_it_draws_level() -> None:
-            until(lambda: replacements[0].stats().steps >= 8, "the new draft grows")
-
         steps.at(4, first.close)
         steps.at(6, replaced)
-        steps.at(8, until_it_draws_level)
+        steps.at(8, lambda: replacements[0].wait_idle(PATIENCE_S))  # it has drawn level
         assert outputs(submit(replica, wanted.requests)) == wanted.expected
         assert replica.wait_idle(PATIENCE_S)
         stats = replica.stats()
@@ -461,6 +462,12 @@ def steep() -> Window:
     return GoodputWindow(Calibration(), cost)
 
 
+def falls_silent(target: TargetReplica, case: Case) -> bool:
+    before = target.stats().verified
+    assert outputs(submit(target, case.requests)) == case.expected
+    return target.stats().verified - before <= 4
+
+
 @pytest.mark.parametrize("kind", GARBAGE)
 @pytest.mark.parametrize("window", [lambda: FixedTree(12), steep], ids=["tree", "goodput"])
 def test_nonsense_from_a_draft_changes_nothing(
@@ -472,16 +479,13 @@ def test_nonsense_from_a_draft_changes_nothing(
         stub = NonsenseDraft(far, GARBAGE[kind], target.vocab_size)
         replica.add_link(near)
         assert outputs(submit(replica, wanted.requests)) == wanted.expected
-        before = replica.stats()
-        again = [replace(request, request_id=f"again {request.request_id}") for request in wanted.requests]
-        assert outputs(submit(replica, again)) == wanted.expected
+        if isinstance(window(), GoodputWindow):
+            until(lambda: falls_silent(replica, wanted), "the target stops verifying what is never right")
         stats = replica.stats()
         assert stub.said > 0
         assert stats.accepted <= 3  # by chance
         if kind in ("unknown ids", "wrong parents"):
             assert stats.verified == 0
-        elif isinstance(window(), GoodputWindow):  # it fell silent
-            assert stats.verified - before.verified <= max(8, before.verified // 4)
         stub.close()
 
 
@@ -521,12 +525,16 @@ def test_a_draft_that_fails_is_a_draft_that_left(
 
 
 @pytest.mark.parametrize("kv_tokens", [256, 400])
-def test_a_draft_without_room_costs_speed_only(target: ModelRunner, case: MakeCase, kv_tokens: int) -> None:
+def test_a_draft_without_room_costs_speed_only(
+    target: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch, kv_tokens: int
+) -> None:
     """Too small for all sessions at once, in the second case for what they become."""
     wanted = case(0.7)
     small = ModelRunner(exact.DRAFT, dtype="float32", kv_tokens=kv_tokens)
     drafter = ModelDrafter(small, Growing(max_nodes=32))
+    steps = Steps(target, monkeypatch)
     with drafting(drafter) as drafts, serving(target) as replica, memory(replica, drafts):
+        steps.at(6, lambda: drafts.wait_idle(PATIENCE_S))
         assert outputs(submit(replica, wanted.requests)) == wanted.expected
         assert replica.wait_idle(PATIENCE_S)
         assert replica.stats().link["reopened"] > 0
