@@ -271,7 +271,10 @@ class _Part:
         for group in self.groups:
             own = isinstance(group.keys, torch.Tensor) and group.keys.ndim == 2
             attend = _separate if own else _shared
-            out[list(group.rows)] = attend(query[:, list(group.rows)], keys, values, group, scale)
+            rows: slice | list[int] = list(group.rows)
+            if isinstance(group.rows, range):  # a slice is not copied
+                rows = slice(group.rows.start, group.rows.stop)
+            out[rows] = attend(query[:, rows], keys, values, group, scale)
         return out
 
 
