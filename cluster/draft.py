@@ -15,9 +15,7 @@ from engine.types import Down, Growth, Up
 
 logger = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 1.0
-_STEPS_PER_MESSAGE = (
-    2  # draft steps whose growth goes in one message, unless the target waits: messages cost both sides
-)
+_STEPS_PER_MESSAGE = 2  # draft steps whose growth is sent together, unless the target waits: messages cost both sides
 
 
 @dataclass(frozen=True, slots=True)
