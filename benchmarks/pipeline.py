@@ -35,6 +35,7 @@ from engine.types import GenerationRequest, SamplingParams
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8)  # fixed k of the sequential contender; the best counts
 TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+_FLUSH_S = 10.0  # as for the other contenders, the text is handed out when a request ends
 console = Console(stderr=True)
 
 
@@ -198,7 +199,7 @@ def main(
     kind: Dtype = dtype  # type: ignore[assignment]
     cores = sorted(os.sched_getaffinity(0))[:2]
     first, both = Placement(cores=(cores[0],)), Placement(cores=tuple(cores), threads=2)
-    config = TargetConfig(target, kind, invariant=invariant)
+    config = TargetConfig(target, kind, invariant=invariant, flush_s=_FLUSH_S)
     tried = tuple(int(k) for k in chains.split(","))
     with LocalCluster(config, DraftConfig(draft, kind), progress=console.print) as cluster:
         one, two = (start_sequential(where, target, draft, kind, invariant) for where in (first, both))

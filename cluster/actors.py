@@ -19,11 +19,12 @@ from cluster.placement import Placement
 from cluster.registry import DraftEntry
 from cluster.target import TargetReplica, TargetStats
 from cluster.trace import Span
+from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.drafters import Drafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
-from engine.runner import Dtype, ModelRunner, chain_rows
+from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
 from engine.windows import FixedChain, FixedTree

@@ -4,15 +4,20 @@ Weights are packed once for oneDNN, projections of the same input become one mat
 are replaced depends on their shapes and classes alone: equal software gives equal bits.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from engine.attention import Group, Heads, Part
+from engine.kv import KVPool
+
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
+_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}  # no norms on queries and keys
 
 
@@ -69,11 +74,11 @@ class FusedNorm(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
-        self.weight, self._eps = weight, eps
+        self.weight, self._shape, self._eps = weight, tuple(weight.shape), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., features]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return F.rms_norm(x, self._shape, self.weight, self._eps)
 
 
 class PlainLinear(torch.nn.Module):
@@ -108,30 +113,99 @@ class FusedLayer(torch.nn.Module):
 
         kwargs: as transformers passes them to a layer, with `paceline` from the runner.
         """
-        x = hidden_states[0]
-        x = x + self._attend(self._before_attention(x), position_embeddings, kwargs["paceline"])
-        gate, up = self._gate_up(self._before_mlp(x)).chunk(2, -1)
-        out: torch.Tensor = x + self._down(F.silu(gate).mul_(up))
-        return out[None]
+        cosines, sines = position_embeddings
+        return self.compute(hidden_states[0], (cosines[0, :, None], sines[0, :, None]), kwargs["paceline"])[None]
 
-    def _attend(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Any) -> torch.Tensor:
-        rows, heads, kv_heads = len(x), self._heads, self._kv_heads
-        qkv = self._qkv(x).view(rows, heads + 2 * kv_heads, self._dim)
-        turned = _rotate(qkv[:, : heads + kv_heads], *rotation)
+    def compute(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
+        """x: [rows, hidden_size]; rotation: cosines and sines [rows, 1, head_dim]; part: where KV goes and what is seen."""
+        x = x + self._attend(self._before_attention(x), rotation, part)
+        gate, up = self._gate_up(self._before_mlp(x)).chunk(2, -1)
+        out: torch.Tensor = self._down(F.silu(gate).mul_(up)).add_(x)
+        return out
+
+    def _attend(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._dim)
+        turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self._dim // 2)
         part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
         out = part.attend(self._index, turned[:, :heads].transpose(0, 1), self._scale)
-        result: torch.Tensor = self._out(out.reshape(rows, heads * self._dim))
+        result: torch.Tensor = self._out(out.reshape(-1, heads * self._dim))
         return result
 
 
-def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, half: int) -> torch.Tensor:
     """Rotary embedding of x [rows, heads, head_dim], by halves (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
-    half = x.shape[-1] // 2
-    cosines, sines = cosines[0, :, None], sines[0, :, None]
     out = x * cosines
     out[..., :half].addcmul_(x[..., half:], sines[..., :half], value=-1)
     out[..., half:].addcmul_(x[..., :half], sines[..., half:])
     return out
+
+
+class FusedDecoder:
+    """A decoder of the Llama family without transformers' code around its layers.
+
+    Where all layers are small, their cost is mostly Python's: passes of one sequence are then recorded once, by TorchScript,
+    and replayed without the interpreter and its lock. The bits are the same.
+    """
+
+    def __init__(self, base: Any, pool: KVPool, heads: Heads, length: int) -> None:
+        """base: a model whose layers are all FusedLayer; length: the most positions there can be."""
+        self._embed, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
+        cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length)[None])
+        self._cosines, self._sines = cosines[0], sines[0]
+        self._recorded: dict[tuple[int, bool], Any] = {}  # by the kind of keys, and whether there is a mask
+        if not any(isinstance(module, PackedLinear) for module in base.layers.modules()):
+            self._record(pool, heads)
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
+        """tokens, positions: int64 [rows]; returns the final hidden states [rows, hidden_size]."""
+        group = part.groups[0]
+        recorded = self._recorded.get((group.keys.ndim, group.bias is not None)) if part.whole else None
+        if recorded is None:
+            return self._compute(tokens, positions, part)
+        bias = () if group.bias is None else (group.bias,)
+        states: torch.Tensor = recorded(tokens, positions, part.data, part.write, group.keys, *bias)
+        return states
+
+    def _compute(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
+        rotation = self._cosines.index_select(0, positions)[:, None], self._sines.index_select(0, positions)[:, None]
+        x = F.embedding(tokens, self._embed.weight)
+        for layer in self._layers:
+            x = layer.compute(x, rotation, part)
+        out: torch.Tensor = self._norm(x)
+        return out
+
+    @torch.inference_mode()
+    def _record(self, pool: KVPool, heads: Heads) -> None:
+        """Records a pass over two keys for each kind there is; it writes to the scratch page only."""
+
+        def run(tokens: Any, positions: Any, data: Any, write: Any, keys: Any, bias: Any = None) -> torch.Tensor:
+            return self._compute(tokens, positions, Part(heads, data, write, [Group([], keys, bias)], whole=True))
+
+        rows = torch.zeros(2, dtype=torch.int64)
+        bias = torch.zeros(2 * heads.fold, 2, dtype=pool.data.dtype)
+        for keys in (rows, pool.data[:, :, :, :2]):
+            for masked in ((), (bias,)):
+                inputs = (rows, rows, pool.data, rows, keys, *masked)
+                with warnings.catch_warnings():  # torch.compile, recommended in its place, needs a C++ compiler
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    recorded = torch.jit.trace(run, inputs, check_trace=False)
+                for _ in range(3):  # the first calls still optimise
+                    recorded(*inputs)
+                self._recorded[keys.ndim, bool(masked)] = recorded
+
+
+def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None:
+    """The model's decoder in fewer calls; None where its parts are not all of the kinds known here."""
+    base, config = model.base_model, model.config
+    layers = getattr(base, "layers", None)
+    known = (
+        isinstance(layers, torch.nn.ModuleList)
+        and all(isinstance(layer, FusedLayer) for layer in layers)
+        and type(getattr(base, "embed_tokens", None)) is torch.nn.Embedding
+        and getattr(base.rotary_emb, "rope_type", None) in _FIXED_ROTATIONS
+    )
+    return FusedDecoder(base, pool, heads, int(config.max_position_embeddings)) if known else None
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:

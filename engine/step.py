@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from engine import sampling
+from engine.attention import SequenceRows, chain_rows
 from engine.noise import NoiseRows
-from engine.runner import ModelRunner, SequenceRows, chain_rows
+from engine.runner import ModelRunner
 from engine.text import StopStrings, TextStream
 from engine.tree import ROOT, TokenTree
 from engine.types import FinishReason, GenerationRequest, IntArray, InvalidRequest

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from engine.attention import SequenceRows
 from engine.decode import Generation, Speculation, decode, decode_steps
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.kv import KVPool, PoolExhausted
-from engine.runner import ModelRunner, SequenceRows
+from engine.runner import ModelRunner
 from engine.step import MAX_WINDOW, Outcome, StepError
 from engine.text import StopStrings
 from engine.types import GenerationRequest, InvalidRequest, SamplingParams

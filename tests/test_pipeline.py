@@ -21,13 +21,14 @@ from cluster.grpc_link import DraftServer, connect
 from cluster.intake import Closed, Overloaded
 from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
+from engine.attention import SequenceRows
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import decode
 from engine.drafters import Drafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.kv import HandleChain
-from engine.runner import ModelRunner, SequenceRows
+from engine.runner import ModelRunner
 from engine.types import (
     Commit,
     Down,

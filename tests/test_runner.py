@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.attention import SequenceRows, chain_rows
 from engine.checkpoint import ModelError
 from engine.cpu import PackedLinear
 from engine.kv import Lease
-from engine.runner import ModelRunner, SequenceRows, chain_rows, pick_dtype
+from engine.runner import ModelRunner, pick_dtype
 from engine.tree import TokenTree
 from tests import exact
 from tests.exact import Tokens

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from engine import sampling
+from engine.attention import SequenceRows, chain_rows
 from engine.kv import Lease
 from engine.noise import NoiseRows
-from engine.runner import ModelRunner, SequenceRows, chain_rows
+from engine.runner import ModelRunner
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
 from engine.types import SamplingParams
 

@@ -1,0 +1,192 @@
+"""Attention over the KV pool: where the rows of a forward pass write their keys and values, and what each of them sees.
+
+Every row sees its own path: the committed prefix, then its ancestors in the tree (tree attention: Miao et al. 2024,
+https://arxiv.org/abs/2305.09781).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.kv import SCRATCH_SLOT, KVPool, Lease
+from engine.types import BoolArray, IntArray
+
+_KEY_BUCKET = 64  # invariant mode: a row at position p attends over p + 1 keys rounded up to this
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence's part of a forward pass: n rows, parents before children.
+
+    Row i sees the first `prefix` slots of the lease in position order, then the `tree_slots` its row of `visible` names.
+    """
+
+    lease: Lease
+    prefix: int  # committed tokens whose KV is in the pool, seen by every row
+    tokens: Sequence[int]  # [n]
+    positions: Sequence[int]  # [n]
+    slots: IntArray  # [n]: where the rows' own KV goes
+    tree_slots: IntArray  # [m]: slots behind the prefix that any row sees, its own included; ancestors come first
+    visible: BoolArray  # [n, m]
+    wanted: int = 0  # logits are returned for rows from this one on
+
+
+def chain_rows(lease: Lease, start: int, tokens: Sequence[int], wanted: int | None = None) -> SequenceRows:
+    """Rows of consecutive committed tokens at positions `start`...; by default logits of the last one only."""
+    n = len(tokens)
+    slots = lease.slots[start : start + n]
+    return SequenceRows(
+        lease=lease,
+        prefix=start,
+        tokens=tokens,
+        positions=range(start, start + n),
+        slots=slots,
+        tree_slots=slots,
+        visible=np.tri(n, dtype=np.bool_),
+        wanted=n - 1 if wanted is None else wanted,
+    )
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention."""
+
+    kv: int  # KV heads
+    fold: int  # query heads that share a KV head
+    dim: int  # of each
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that attend in one call.
+
+    keys: what the rows share, under `bias` [fold x rows, keys]: a view [layers, 2, kv_heads, keys, head_dim] of the pool
+    where the slots are consecutive, else their index [keys]. Or [rows, keys] when each row has its own, under [rows, keys].
+    bias: 0 where visible, else -inf; None where everything is.
+    """
+
+    rows: slice | list[int]
+    keys: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one call of the model needs of the pool."""
+
+    heads: Heads
+    data: torch.Tensor  # KVPool.data
+    write: torch.Tensor  # [rows]: slots of the rows' own KV
+    groups: list[Group]
+    whole: bool  # there is one group, and it has all rows, padding included
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores the rows' own keys and values, each [kv_heads, rows, head_dim]."""
+        store = self.data[layer]
+        store[0].index_copy_(1, self.write, key)
+        store[1].index_copy_(1, self.write, value)
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """query: [heads, rows, head_dim]; returns [rows, heads, head_dim], zeros in rows that are in no group."""
+        if self.whole:
+            return self._attend(self.groups[0], layer, query, scale)
+        out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+        for group in self.groups:
+            out[group.rows] = self._attend(group, layer, query[:, group.rows], scale)
+        return out
+
+    def _attend(self, group: Group, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Query heads that share a KV head are folded into rows: one pass over the keys. Sizes are constants or -1: this
+        is recorded for any number of rows.
+        """
+        kv, fold, dim = self.heads
+        if group.keys.ndim == 2:
+            return self._attend_separately(group, layer, query, scale)
+        if group.keys.ndim == 1:
+            store = self.data[layer]
+            keys, values = store[0].index_select(1, group.keys), store[1].index_select(1, group.keys)
+        else:
+            keys, values = group.keys[layer].unbind(0)
+        folded = query.reshape(1, kv, -1, dim)
+        out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=group.bias, scale=scale)
+        return out.view(kv * fold, -1, dim).transpose(0, 1)
+
+    def _attend_separately(self, group: Group, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Every row is a batch entry with its own keys: the same shape and order of arithmetic whatever else is there."""
+        kv, fold, dim = self.heads
+        assert group.bias is not None
+        folded = query.transpose(0, 1).reshape(-1, kv, fold, dim)
+        keys, values = (side[:, group.keys].transpose(0, 1) for side in self.data[layer])  # [rows, kv_heads, keys, dim]
+        bias = group.bias[:, None, None, :]
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scale)
+        return out.reshape(-1, kv * fold, dim)
+
+
+class Layout:
+    """Where the rows of one forward pass write and what they see; built once, used by every layer."""
+
+    def __init__(self, pool: KVPool, heads: Heads, batch: Sequence[SequenceRows], invariant: bool) -> None:
+        self._pool = pool
+        self._heads = heads
+        self._batch = batch
+        self._invariant = invariant
+        counts = [len(rows.tokens) for rows in batch]
+        self.starts = [sum(counts[:i]) for i in range(len(counts))]
+        self.tokens = [token for rows in batch for token in rows.tokens]
+        self.positions = [position for rows in batch for position in rows.positions]
+        self._slots = np.concatenate([rows.slots for rows in batch])
+
+    def part(self, start: int, stop: int, padding: int) -> Part:
+        """What the attention needs for rows start..stop and `padding` rows behind them."""
+        slots = np.full(stop - start + padding, SCRATCH_SLOT, np.int64)
+        slots[: stop - start] = self._slots[start:stop]
+        whole = len(self._batch) == 1 and not self._invariant
+        if self._invariant:
+            groups = self._separate(start, stop)
+        else:
+            groups = [
+                self._shared(rows, at, padding * whole) for rows, at in zip(self._batch, self.starts, strict=True)
+            ]
+        return Part(self._heads, self._pool.data, self._tensor(slots), groups, whole)
+
+    def _shared(self, rows: SequenceRows, start: int, padding: int) -> Group:
+        """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""
+        n = len(rows.tokens)
+        bias = None
+        if not rows.visible.all():
+            mask = np.zeros((self._heads.fold, n + padding, rows.prefix + len(rows.tree_slots)), np.float32)
+            mask[:, :n, rows.prefix :] = np.where(rows.visible, np.float32(0), np.float32(-np.inf))
+            bias = self._tensor(mask.reshape(-1, mask.shape[-1])).to(self._pool.data.dtype)
+        return Group(slice(start, start + n), self._keys(rows), bias)
+
+    def _keys(self, rows: SequenceRows) -> torch.Tensor:
+        """All keys of a sequence: a view where their slots are consecutive, so that nothing is copied, else their index."""
+        count = rows.prefix + len(rows.tree_slots)
+        first = rows.lease.first
+        if first is not None and np.array_equal(rows.tree_slots, rows.lease.slots[rows.prefix : count]):
+            return self._pool.data[:, :, :, first : first + count]
+        return self._tensor(np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots]))
+
+    def _separate(self, start: int, stop: int) -> list[Group]:
+        """Every row by itself: its keys in position order, padded to a length that its position alone decides."""
+        paths: dict[int, list[tuple[int, IntArray]]] = {}
+        for rows, first in zip(self._batch, self.starts, strict=True):
+            for i in range(max(start - first, 0), min(stop - first, len(rows.tokens))):
+                path = np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots[rows.visible[i]]])
+                length = -(-len(path) // _KEY_BUCKET) * _KEY_BUCKET
+                paths.setdefault(length, []).append((first + i - start, path))
+        return [self._separate_group(length, rows) for length, rows in paths.items()]
+
+    def _separate_group(self, length: int, rows: list[tuple[int, IntArray]]) -> Group:
+        index = np.full((len(rows), length), SCRATCH_SLOT, np.int64)
+        mask = np.full((len(rows), length), -np.inf, np.float32)
+        for i, (_, path) in enumerate(rows):
+            index[i, : len(path)] = path
+            mask[i, : len(path)] = 0.0
+        return Group([row for row, _ in rows], self._tensor(index), self._tensor(mask).to(self._pool.data.dtype))
+
+    def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> torch.Tensor:
+        return torch.from_numpy(array).to(self._pool.data.device)
