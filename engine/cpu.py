@@ -20,23 +20,25 @@ _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"
 _FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}  # no norms on queries and keys
 
+# In TorchScript, since a recording can't call the operation with an empty list from Python.
+_ONEDNN: Any = torch.jit.CompilationUnit("""
+def linear(x: Tensor, packed: Tensor, bias: Optional[Tensor]) -> Tensor:
+    nothing: List[Optional[Union[int, float, complex]]] = []
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", nothing, "")
+""")
+
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer whose weight is laid out once for oneDNN; `F.linear` does so on every call.
-
-    A single row goes through `F.linear`: a matrix-vector product gains nothing from packing.
-    """
+    """A linear layer whose weight is laid out once for oneDNN; `F.linear` does so on every call."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features]."""
-        if x.numel() == x.shape[-1]:
-            return F.linear(x, self.weight, self.bias)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: torch.Tensor = _ONEDNN.linear(x, self.packed, self.bias)
         return out
 
 
@@ -144,8 +146,8 @@ def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, half: i
 class FusedDecoder:
     """A decoder of the Llama family without transformers' code around its layers.
 
-    Where all layers are small, their cost is mostly Python's: passes of one sequence are then recorded once, by TorchScript,
-    and replayed without the interpreter and its lock. The bits are the same.
+    Passes of one sequence are recorded once, by TorchScript, and replayed without the interpreter and its lock: a small
+    model's step is mostly Python, and a server's other threads want the lock meanwhile. The bits are the same.
     """
 
     def __init__(self, base: Any, pool: KVPool, heads: Heads, length: int) -> None:
@@ -153,18 +155,19 @@ class FusedDecoder:
         self._embed, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
         cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length)[None])
         self._cosines, self._sines = cosines[0], sines[0]
+        self._packed = [module for module in base.layers.modules() if isinstance(module, PackedLinear)]
+        self._given = [pool.data, *(module.packed for module in self._packed)]  # what a recording can't hold
         self._recorded: dict[tuple[int, bool], Any] = {}  # by the kind of keys, and whether there is a mask
-        if not any(isinstance(module, PackedLinear) for module in base.layers.modules()):
-            self._record(pool, heads)
+        self._record(pool, heads)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
         """tokens, positions: int64 [rows]; returns the final hidden states [rows, hidden_size]."""
         group = part.groups[0]
-        recorded = self._recorded.get((group.keys.ndim, group.bias is not None)) if part.whole else None
-        if recorded is None:
+        if not part.whole:
             return self._compute(tokens, positions, part)
+        recorded = self._recorded[group.keys.ndim, group.bias is not None]
         bias = () if group.bias is None else (group.bias,)
-        states: torch.Tensor = recorded(tokens, positions, part.data, part.write, group.keys, *bias)
+        states: torch.Tensor = recorded(self._given, tokens, positions, part.write, group.keys, *bias)
         return states
 
     def _compute(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
@@ -177,22 +180,28 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def _record(self, pool: KVPool, heads: Heads) -> None:
-        """Records a pass over two keys for each kind there is; it writes to the scratch page only."""
+        """Records a pass of two rows over two keys for each kind there is; it writes to the scratch page only."""
 
-        def run(tokens: Any, positions: Any, data: Any, write: Any, keys: Any, bias: Any = None) -> torch.Tensor:
-            return self._compute(tokens, positions, Part(heads, data, write, [Group([], keys, bias)], whole=True))
+        def run(given: Any, tokens: Any, positions: Any, write: Any, keys: Any, bias: Any = None) -> torch.Tensor:
+            self._use(given[1:])
+            return self._compute(tokens, positions, Part(heads, given[0], write, [Group([], keys, bias)], whole=True))
 
         rows = torch.zeros(2, dtype=torch.int64)
         bias = torch.zeros(2 * heads.fold, 2, dtype=pool.data.dtype)
         for keys in (rows, pool.data[:, :, :, :2]):
             for masked in ((), (bias,)):
-                inputs = (rows, rows, pool.data, rows, keys, *masked)
+                inputs = (self._given, rows, rows, rows, keys, *masked)
                 with warnings.catch_warnings():  # torch.compile, recommended in its place, needs a C++ compiler
                     warnings.simplefilter("ignore", DeprecationWarning)
                     recorded = torch.jit.trace(run, inputs, check_trace=False)
                 for _ in range(3):  # the first calls still optimise
                     recorded(*inputs)
                 self._recorded[keys.ndim, bool(masked)] = recorded
+        self._use(self._given[1:])
+
+    def _use(self, weights: Sequence[torch.Tensor]) -> None:
+        for module, weight in zip(self._packed, weights, strict=True):
+            module.packed = weight
 
 
 def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None:

@@ -22,7 +22,18 @@ from engine.kv import KVPool
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
-_BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # row counts the model is called with; above, multiples of 64
+_BUCKETS = (
+    2,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+)  # row counts the model is called with, two are as fast as one; above, multiples of 64
 
 
 def pick_dtype(name: Dtype, device: str) -> torch.dtype:
