@@ -39,13 +39,11 @@ class Calibration:
     def paths(self, tree: TokenTree) -> FloatArray:
         """Calibrated probability that the target's walk reaches each node, float32 [tree.size]."""
         n = tree.size
-        out = self.probability(tree.confidence[:n], tree.depth[:n])
-        out[ROOT] = 1.0
-        depth = tree.depth[:n]
-        for level in range(2, int(depth.max(initial=0)) + 1):
-            nodes = np.flatnonzero(depth == level)
-            out[nodes] *= out[tree.parent[nodes]]
-        return out
+        reach = self.probability(tree.confidence[:n], tree.depth[:n]).tolist()
+        reach[ROOT] = 1.0
+        for node, parent in enumerate(tree.parent[1:n].tolist(), start=1):
+            reach[node] *= reach[parent]
+        return np.asarray(reach, np.float32)
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns from a step: of the verified `nodes`, those below the walked path were tried, those on it hit."""

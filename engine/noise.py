@@ -74,10 +74,6 @@ class NoiseRows:
             self._rows.update(zip(missing, new.unbind(0), strict=True))
         return torch.stack([self._rows[position] for position in positions])
 
-    def row(self, position: int) -> torch.Tensor:
-        """Noise for one position: float32 [vocab_size]."""
-        return self.rows([position])[0]
-
     def forget_before(self, position: int) -> None:
         """Drops rows that no step can need again."""
         for old in [known for known in self._rows if known < position]:

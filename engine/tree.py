@@ -71,21 +71,39 @@ class TokenTree:
 
         A confidence that is no probability (NaN, infinite, negative) counts as 0.
         """
-        known = self._children.get((parent, token))
-        if known is not None:
-            return known
-        node = self.size
-        if node == self.capacity:
-            return -1
-        if not 0 <= confidence <= 1:
-            confidence = 0.0
-        self.size = node + 1
-        self._children[parent, token] = node
-        self.parent[node], self.token[node], self.confidence[node] = parent, token, confidence
-        self.depth[node] = self.depth[parent] + 1
-        self.probability[node] = self.probability[parent] * confidence
-        self.slot[node], self.expanded[node], self.sent[node] = NO_SLOT, False, False
+        return self.add_many((parent,), (token,), (confidence,))[0]
+
+    def add_many(self, parents: Sequence[int], tokens: Sequence[int], confidences: Sequence[float]) -> list[int]:
+        """Several children, each as by `add`; their parents are in the tree already."""
+        new: list[tuple[int, int, float]] = []
+        nodes = [self._place(*child, new) for child in zip(parents, tokens, confidences, strict=True)]
+        self._write(new)
+        return nodes
+
+    def _place(self, parent: int, token: int, confidence: float, new: list[tuple[int, int, float]]) -> int:
+        """The child's number; if it is new it goes to `new`, which is written to the arrays later, all at once."""
+        node = self._children.get((parent, token))
+        if node is None:
+            node = self.size + len(new)
+            if node >= self.capacity:
+                return -1
+            self._children[parent, token] = node
+            new.append((parent, token, confidence if 0 <= confidence <= 1 else 0.0))
         return node
+
+    def _write(self, new: Sequence[tuple[int, int, float]]) -> None:
+        if not new:
+            return
+        parents, tokens, confidences = zip(*new, strict=True)
+        depth, probability = self.depth[: self.size].tolist(), self.probability[: self.size].tolist()
+        for parent, confidence in zip(parents, confidences, strict=True):
+            depth.append(depth[parent] + 1)
+            probability.append(probability[parent] * confidence)
+        start, self.size = self.size, self.size + len(new)
+        added = slice(start, self.size)
+        self.parent[added], self.token[added], self.confidence[added] = parents, tokens, confidences
+        self.depth[added], self.probability[added] = depth[start:], probability[start:]
+        self.slot[added], self.expanded[added], self.sent[added] = NO_SLOT, False, False
 
     def lineage(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""
@@ -97,11 +115,10 @@ class TokenTree:
 
     def visible(self, rows: Sequence[int] | IntArray, columns: Sequence[int] | IntArray) -> BoolArray:
         """Which of the nodes `columns` are on the path to each of `rows`, itself included: [rows, columns]."""
-        place = {int(node): column for column, node in enumerate(columns)}
+        place = {node: column for column, node in enumerate(np.asarray(columns).tolist())}
         out = np.zeros((len(rows), len(columns)), np.bool_)
         parent = self.parent[: self.size].tolist()
-        for row, start in enumerate(rows):
-            node = int(start)
+        for row, node in enumerate(np.asarray(rows).tolist()):
             while node >= 0:
                 column = place.get(node)
                 if column is not None:
@@ -170,7 +187,7 @@ class TokenTree:
 
         What doesn't begin with the committed tokens is dropped.
         """
-        before = self.size
+        new: list[tuple[int, int, float]] = []
         to_go = len(committed)
         # where each node of the piece went: a node here, or -1 - k after k committed tokens, or None
         places: list[int | None] = []
@@ -179,13 +196,14 @@ class TokenTree:
             if at is None:
                 places.append(None)
             elif at >= 0:
-                node = self.add(at, token, confidence)
+                node = self._place(at, token, confidence, new)
                 places.append(node if node >= 0 else None)
             elif committed[-1 - at] != token:
                 places.append(None)
             else:
                 places.append(ROOT if -at == to_go else at - 1)
-        return self.size - before
+        self._write(new)
+        return len(new)
 
     def commit(self, tokens: Sequence[int]) -> Moved:
         """Moves the root along newly committed `tokens` (at least one) and keeps only what hangs below it."""

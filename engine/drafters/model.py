@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -181,14 +182,14 @@ class ModelDrafter:
         ):
             if node >= 0:
                 session.tree.expanded[node] = True
-                for token, confidence in zip(row_tokens, row_confidences, strict=True):
-                    session.tree.add(node, token, confidence)
+                session.tree.add_many([node] * len(row_tokens), row_tokens, row_confidences)
 
     def _noise(self, places: list[tuple[int, int]]) -> torch.Tensor:
         """The noise of the token after each node, float32 [n, vocab_size]; zeros for greedy sessions."""
-        rows = []
-        for session, node in places:
+        blocks = []
+        for session, rows in groupby(places, key=lambda place: place[0]):
             held = self._sessions[session]
-            position = len(held.tokens) + (int(held.tree.depth[node]) if node >= 0 else 0)
-            rows.append(held.noise.row(position) if held.noise is not None else self._silence)
-        return torch.stack(rows)
+            positions = [len(held.tokens) + (int(held.tree.depth[node]) if node >= 0 else 0) for _, node in rows]
+            noise = held.noise.rows(positions) if held.noise is not None else self._silence.expand(len(positions), -1)
+            blocks.append(noise)
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
