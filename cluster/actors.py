@@ -1,6 +1,7 @@
 """The plain replicas as Ray actors: loading, announcing, attaching. Ray starts, places and restarts them."""
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -71,7 +72,12 @@ def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
 
 
 def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5) -> None:
-    """Runs every common row count, which compiles its kernels, and tells the cost model the median time."""
+    """Runs every common row count, which compiles its kernels, and tells the cost model the median time.
+
+    What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps.
+    """
+    gc.collect()
+    gc.freeze()
     lease = runner.pool.lease(256)
     try:
         for rows in _WARM_ROWS:

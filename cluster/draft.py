@@ -4,6 +4,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from cluster.cadence import Cadence
 from cluster.draft_state import CloseSession, Command, CommitTokens, DraftState, OpenSession, resend
 from cluster.link import Link
 from cluster.loop import Loop
@@ -11,11 +12,10 @@ from cluster.placement import Placement
 from cluster.trace import Trace
 from engine.drafters import Drafter
 from engine.kv import PoolExhausted
-from engine.types import Down, Growth, Up
+from engine.types import Commit, Down, Growth, Up
 
 logger = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 1.0
-_STEPS_PER_MESSAGE = 2  # draft steps whose growth is sent together, unless the target waits: messages cost both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class DraftReplica:
     def __init__(self, drafter: Drafter, placement: Placement | None = None) -> None:
         self._drafter = drafter
         self._state = DraftState()
-        self._links: dict[int, Link[Up, Down]] = {}
+        self._links: dict[int, Link[Up, Down]] = {}  # by stream
+        self._cadences: dict[int, Cadence] = {}  # by stream
         self._next_stream = 0
         self._fresh: dict[int, None] = {}  # keys with growth to send
         self._urgent: set[int] = set()  # keys whose target has nothing to verify
@@ -72,13 +73,14 @@ class DraftReplica:
         self._loop.stop()
 
     def _turn(self) -> bool:
+        started = time.monotonic()
         heard = self._listen()
-        self._send_urgent()  # what a miss made worth telling again; it doesn't wait for a draft step
+        self._send()  # what a miss made worth telling again doesn't wait for a draft step
         grown = self._grow()
-        if not grown or self._steps % _STEPS_PER_MESSAGE == 0:
-            self._send()
-        else:
-            self._send_urgent()
+        if grown:
+            for cadence in self._cadences.values():
+                cadence.turned(time.monotonic() - started)
+        self._send(everything=not grown)
         return heard or grown
 
     def _end(self, failure: Exception | None) -> None:
@@ -93,6 +95,7 @@ class DraftReplica:
 
     def _join(self, link: Link[Up, Down]) -> None:
         self._links[self._next_stream] = link
+        self._cadences[self._next_stream] = Cadence()
         self._next_stream += 1
         link.set_notify(self._loop.wake)
 
@@ -105,9 +108,11 @@ class DraftReplica:
             for message in link.receive():
                 heard = True
                 self._apply(self._state.received(stream, message, now))
+                if isinstance(message, Commit):
+                    self._cadences[stream].committed(now)
             if not alive:
                 heard = True
-                del self._links[stream]
+                del self._links[stream], self._cadences[stream]
                 self._apply(self._state.stream_closed(stream))
         if now > self._next_expiry:
             self._next_expiry = now + _EXPIRE_EVERY_S
@@ -164,17 +169,17 @@ class DraftReplica:
             self.trace.add("draft step", started, len(grown))
         return bool(grown)
 
-    def _send_urgent(self) -> None:
-        if any(key in self._urgent for key in self._fresh):
-            self._send()
-
-    def _send(self) -> None:
-        """One coalesced message for each target whose link took the last one."""
+    def _send(self, everything: bool = False) -> None:
+        """One coalesced message for each target that took the last one, and waits or will look before the next is due."""
+        now = time.monotonic()
+        waited_for = {self._state.stream_of(key) for key in self._fresh if key in self._urgent}
         for stream, link in self._links.items():
-            if link.ready_to_send:
+            cadence = self._cadences[stream]
+            if link.ready_to_send and (everything or stream in waited_for or cadence.due(now)):
                 messages = [*self._state.questions(stream), *self._growths(stream)]
                 if messages:
                     link.send(messages)
+                    cadence.sent(now, stream in waited_for)
 
     def _growths(self, stream: int) -> list[Growth]:
         growths: list[Growth] = []

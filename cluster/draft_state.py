@@ -12,6 +12,7 @@ from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 LEASE_S = 30.0  # a session that is neither committed nor renewed for this long ends
+MOST_TOLD = 32  # nodes of a session that are worth telling: what a window can hold
 MAX_SESSIONS = 1024  # on one draft replica; more are refused silently, which costs their speed only
 
 
@@ -92,8 +93,11 @@ class DraftState:
     # what the loop asks for
 
     def growth(self, key: int, tree: TokenTree) -> Growth | None:
-        """The part of a session's tree that its target was not told of, which from now on counts as sent."""
-        nodes = tree.unsent()
+        """What a session's target was not told of among the best nodes of its tree; it counts as sent from now on.
+
+        The others follow when they are among the best: what can't be in a window yet would only be work for the target.
+        """
+        nodes = tree.unsent(MOST_TOLD)
         if key not in self._names or not len(nodes):
             return None
         name = self._names[key]

@@ -164,7 +164,7 @@ class TargetReplica:
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""
-        self._wait_on_miss()
+        waited_s = self._wait_on_miss()
         plans = self._plan()
         forward_started = time.monotonic()
         try:
@@ -178,9 +178,10 @@ class TargetReplica:
         for running, plan, outcome in zip(list(self._running.values()), plans, outcomes, strict=True):
             self._commit(running, plan, outcome)
         self._send()
-        decoding = any(outcome.tokens for outcome in outcomes)
-        if decoding:
-            self._stats.active_s += time.monotonic() - started
+        if any(outcome.tokens for outcome in outcomes):
+            step_s = time.monotonic() - started
+            self._stats.active_s += step_s
+            self._learn(plans, outcomes, step_s - waited_s)
 
     def _plan(self) -> list[Plan]:
         """The window of every decoding sequence that has a draft; the others run without."""
@@ -197,17 +198,20 @@ class TargetReplica:
     def _can_speculate(self, running: Running) -> bool:
         return not running.sequence.prefilling and self._state.hit(running.session)
 
-    def _wait_on_miss(self) -> None:
-        """Waits a bounded time for growth when every sequence missed: one's miss never holds up another's hit."""
+    def _wait_on_miss(self) -> float:
+        """Waits a bounded time for growth when every sequence missed: one's miss never holds up another's hit.
+
+        Returns the seconds it waited.
+        """
         decoding = [running for running in self._running.values() if not running.sequence.prefilling]
         if not decoding or len(decoding) < len(self._running):
-            return
+            return 0.0
         missed = [running for running in decoding if self._state.attached(running.session)]
         if len(missed) < len(decoding) or any(self._state.hit(running.session) for running in missed):
-            return
+            return 0.0
         limit_s = self._patience.limit_s()
         if limit_s <= 0:
-            return
+            return 0.0
         started = time.monotonic()
         arrived = False
         while not arrived and (left := started + limit_s - time.monotonic()) > 0:
@@ -220,6 +224,7 @@ class TargetReplica:
         self._patience.waited(waited, arrived)
         self._stats.wait_s += waited
         self.trace.add("wait", started, int(arrived))
+        return waited
 
     def _account(self, plans: list[Plan], outcomes: list[Outcome], forward_s: float, started: float) -> None:
         """Everything that learns from a step, and the statistics."""
@@ -238,10 +243,16 @@ class TargetReplica:
         self._stats.accepted += accepted
         self._stats.tried += sum(outcome.tried for outcome in decoding)
         self._stats.verified += rows - len(plans)
-        if len(decoding) == len(outcomes):
-            self._patience.stepped(forward_s, tokens, accepted, rows > len(plans))
-            if self._on_step is not None:
-                self._on_step(rows, 1000 * forward_s)
+        if len(decoding) == len(outcomes) and self._on_step is not None:
+            self._on_step(rows, 1000 * forward_s)
+
+    def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float) -> None:
+        """What a step brought and how long it took, waiting apart, says how long the next miss may wait."""
+        if all(outcome.tokens for outcome in outcomes):
+            tokens = sum(len(outcome.tokens) for outcome in outcomes)
+            accepted = sum(outcome.accepted for outcome in outcomes)
+            verified = any(plan.nodes is not None and len(plan.nodes) for plan in plans)
+            self._patience.stepped(step_s, tokens, accepted, verified)
 
     def _commit(self, running: Running, plan: Plan, outcome: Outcome) -> None:
         """Tells the draft and the client."""

@@ -179,8 +179,8 @@ class Patience:
     now and then is it looked again how long growth takes.
     """
 
-    _RATE = 0.1  # weight of the newest observation
-    _LOOK_EVERY = 16  # misses
+    _RATE = 0.2  # weight of the newest observation
+    _LOOK_EVERY = 8  # misses
 
     def __init__(self) -> None:
         self._misses = 0

@@ -164,9 +164,10 @@ class TokenTree:
             candidates = np.sort(order) + 1
         return candidates.astype(np.int32)
 
-    def unsent(self) -> IntArray:
-        """Nodes that the other side was not told of."""
-        return np.flatnonzero(~self.sent[: self.size]).astype(np.int32)
+    def unsent(self, count: int) -> IntArray:
+        """Those of the `count` most probable nodes that the other side was not told of."""
+        nodes = self.best(count, self.probability[: self.size])
+        return nodes[~self.sent[nodes]]
 
     def piece(self, nodes: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
         """`nodes` with their ancestors as (parents, tokens, confidences), each [n]: parents are indices, -1 the root."""

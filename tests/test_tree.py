@@ -86,7 +86,7 @@ class Trees(RuleBasedStateMachine):
 
     @rule()
     def send(self) -> None:
-        unsent = self.tree.unsent()
+        unsent = self.tree.unsent(self.tree.capacity)
         assert sorted(unsent.tolist()) == sorted(
             self.find(node) for node in self.root if node is not self.root and not node.sent
         )

@@ -24,9 +24,9 @@ class Growing:
     """
 
     rows: int = 8  # nodes expanded per draft step, all sessions together
-    children: int = 4  # kept of each expanded node
+    children: int = 6  # kept of each expanded node
     max_depth: int = 12  # below the root
-    max_nodes: int = 160  # per session
+    max_nodes: int = 256  # per session
     prefill_chunk: int = 64  # prefix tokens per session and draft step
 
 
@@ -177,12 +177,19 @@ class ModelDrafter:
         params = [session.params for session in held]
         noise = self._noise(places) if any(session.noise for session in held) else None
         tokens, confidences = sampling.propose(logits, params, noise, self._growing.children)
-        for session, (_, node), row_tokens, row_confidences in zip(
-            held, places, tokens.tolist(), confidences.tolist(), strict=True
+        new: dict[int, tuple[list[int], list[int], list[float]]] = {}
+        for (session, node), row_tokens, row_confidences in zip(
+            places, tokens.tolist(), confidences.tolist(), strict=True
         ):
             if node >= 0:
-                session.tree.expanded[node] = True
-                session.tree.add_many([node] * len(row_tokens), row_tokens, row_confidences)
+                parents, children, given = new.setdefault(session, ([], [], []))
+                parents += [node] * len(row_tokens)
+                children += row_tokens
+                given += row_confidences
+        for session, (parents, children, given) in new.items():
+            tree = self._sessions[session].tree
+            tree.expanded[parents] = True
+            tree.add_many(parents, children, given)
 
     def _noise(self, places: list[tuple[int, int]]) -> torch.Tensor:
         """The noise of the token after each node, float32 [n, vocab_size]; zeros for greedy sessions."""

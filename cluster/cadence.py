@@ -1,0 +1,48 @@
+"""When to send growth: a target looks at what came when its step ends, so the best moment is just before.
+
+Every message costs both sides and the cores they share; growth sent earlier would only be followed by more of it.
+"""
+
+_EARLY = 0.9  # of a step's time: it may be shorter than the last ones
+_PAUSE = 3.0  # steps: a longer silence is between requests
+_RATE = 0.2  # weight of the newest observation
+
+
+class Cadence:
+    """The rhythm of one target's steps, as its draft sees it. All times are in seconds."""
+
+    def __init__(self) -> None:
+        self._step = 0.0  # how long the target's steps take, 0 while unknown
+        self._began: float | None = None  # the step it is in
+        self._next = 0.0  # when it will look
+        self._turn = 0.0  # how long the draft's steps take
+
+    def committed(self, now: float) -> None:
+        """A commit came: the target begins another step."""
+        if self._began is not None:
+            longest = _PAUSE * self._step if self._step else now - self._began
+            self._step = _blend(self._step, min(now - self._began, longest))
+        self._begin(now)
+
+    def turned(self, seconds: float) -> None:
+        """A draft step, with what belongs to it, took this long."""
+        self._turn = _blend(self._turn, seconds)
+
+    def due(self, now: float) -> bool:
+        """Whether growth of the next draft step would come too late for the target's next look."""
+        return now + self._turn > self._next
+
+    def sent(self, now: float, waited_for: bool) -> None:
+        """Growth was sent: once per step is enough. If the target waited for it, its step begins now."""
+        if waited_for:
+            self._begin(now)
+        else:
+            self._next = max(self._next, now) + self._step
+
+    def _begin(self, now: float) -> None:
+        self._began = now
+        self._next = now + _EARLY * self._step
+
+
+def _blend(old: float, new: float) -> float:
+    return new if old == 0 else old + _RATE * (new - old)
