@@ -4,7 +4,6 @@ Every message costs both sides and the cores they share; growth sent earlier wou
 """
 
 _EARLY = 0.9  # of a step's time: it may be shorter than the last ones
-_PAUSE = 3.0  # steps: a longer silence is between requests
 _RATE = 0.2  # weight of the newest observation
 
 
@@ -17,11 +16,14 @@ class Cadence:
         self._next = 0.0  # when it will look
         self._turn = 0.0  # how long the draft's steps take
 
+    def opened(self, now: float) -> None:
+        """A session came: what follows is no step like the others, and growth is wanted as soon as there is some."""
+        self._began, self._next = None, now
+
     def committed(self, now: float) -> None:
         """A commit came: the target begins another step."""
         if self._began is not None:
-            longest = _PAUSE * self._step if self._step else now - self._began
-            self._step = _blend(self._step, min(now - self._began, longest))
+            self._step = _blend(self._step, now - self._began)
         self._begin(now)
 
     def turned(self, seconds: float) -> None:
@@ -30,7 +32,7 @@ class Cadence:
 
     def due(self, now: float) -> bool:
         """Whether growth of the next draft step would come too late for the target's next look."""
-        return now + self._turn > self._next
+        return now + self._turn >= self._next
 
     def sent(self, now: float, waited_for: bool) -> None:
         """Growth was sent: once per step is enough. If the target waited for it, its step begins now."""

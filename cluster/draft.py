@@ -12,7 +12,7 @@ from cluster.placement import Placement
 from cluster.trace import Trace
 from engine.drafters import Drafter
 from engine.kv import PoolExhausted
-from engine.types import Commit, Down, Growth, Up
+from engine.types import Commit, Down, Growth, Open, Up
 
 logger = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 1.0
@@ -108,7 +108,9 @@ class DraftReplica:
             for message in link.receive():
                 heard = True
                 self._apply(self._state.received(stream, message, now))
-                if isinstance(message, Commit):
+                if isinstance(message, Open):
+                    self._cadences[stream].opened(now)
+                elif isinstance(message, Commit):
                     self._cadences[stream].committed(now)
             if not alive:
                 heard = True

@@ -1,11 +1,12 @@
-"""The first promise as a program: every drafter, window, batch and temperature gives the tokens of plain decoding.
+"""The first promise as a program: every drafter, window, batch, link and temperature gives the tokens of plain decoding.
 
-`make exact` runs the full matrix; the tests run a sample of it.
+`make exact` runs the full matrix, in one process and through target and draft replicas; the tests run a sample of it.
 """
 
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from cluster.draft import DraftReplica
+from cluster.faulty_link import FaultyLink
+from cluster.grpc_link import DraftServer, connect
+from cluster.link import Link, memory_link
+from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
 from engine.drafters.model import Growing, ModelDrafter
@@ -22,7 +28,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
 from engine.windows import FixedChain, FixedTree
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -169,6 +175,9 @@ def differences(generations: Sequence[Generation], expected: Sequence[Sequence[i
             yield Difference(generation.request.request_id, at, margin)
 
 
+Result = tuple[str, list[Difference]]  # what was run, and where its outputs were wrong
+
+
 @torch.inference_mode()
 def transformers_greedy(path: Path, prompts: Sequence[Tokens], tokens: int) -> list[list[int]]:
     """What transformers' own generate gives for each prompt, in float32, end token included."""
@@ -191,26 +200,86 @@ def versus_transformers(runner: ModelRunner, prompts: Sequence[Tokens], tokens: 
     return list(differences(run(runner, requests, margins=True), expected))
 
 
-def matrix(prompts: Sequence[Tokens], tokens: int, console: Console) -> int:
-    """Runs everything; returns how many outputs were wrong."""
-    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 512)
-    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 768)
+def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Result]:
+    """In one process: transformers' greedy output, then every drafter, window and batch at every temperature."""
     found = versus_transformers(runner, prompts, tokens)
-    wrong = sum(difference.margin is None or difference.margin >= TIE for difference in found)
-    console.print(f"transformers' generate: {len(prompts)} greedy outputs, {len(found) - wrong} ties, {wrong} wrong")
+    wrong = [difference for difference in found if difference.margin is None or difference.margin >= TIE]
+    yield f"transformers' generate, {len(prompts)} greedy outputs, {len(found) - len(wrong)} ties", wrong
     for temperature in TEMPERATURES:
         requests = make_requests(prompts, temperature, tokens)
         plain = [generation.tokens for generation in run(runner, requests, batch=1)]
         for batch in BATCHES:
             for name, make in {"plain": None, **SPECULATIONS}.items():
                 generations = run(runner, requests, make(draft) if make else None, batch)
-                bad = list(differences(generations, plain))
-                wrong += len(bad)
                 per_step = sum(map(len, plain)) / sum(generation.steps for generation in generations)
-                verdict = f"WRONG {bad}" if bad else "equal"
-                console.print(f"T={temperature} batch={batch} {name:16} {per_step:.2f} tokens a step: {verdict}")
+                case = f"T={temperature} batch={batch} {name}, {per_step:.2f} tokens a step"
+                yield case, list(differences(generations, plain))
     assert draft.pool.used_pages == 0, "a drafter holds pages"
-    return wrong
+
+
+WINDOWS: dict[str, Callable[[], Window]] = {
+    "chain": lambda: FixedChain(5),
+    "tree": lambda: FixedTree(12),
+    "goodput": goodput,
+}
+Ends = tuple[Link[Down, Up], Link[Up, Down]]
+
+
+def faulty_ends() -> Ends:
+    """A link that drops, doubles, delays and invents messages at both ends."""
+    near, far = memory_link()
+    down = FaultyLink(near, 1, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1)
+    return down, FaultyLink(far, 2, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1)
+
+
+def serve(target: TargetReplica, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    """What a replica streams for requests that are all submitted at once."""
+    generations = [Generation(request) for request in requests]
+    ended = threading.Semaphore(0)
+
+    def sink_of(generation: Generation) -> Callable[[TokenChunk], None]:
+        def sink(chunk: TokenChunk) -> None:
+            generation.tokens += chunk.tokens
+            generation.accepted += chunk.origins.count("draft")
+            if chunk.finish_reason is not None:
+                ended.release()
+
+        return sink
+
+    for request, generation in zip(requests, generations, strict=True):
+        target.submit(request, sink_of(generation))
+    for _ in requests:
+        ended.acquire()
+    return generations
+
+
+def pipeline_matrix(
+    runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int
+) -> Iterator[Result]:
+    """Target and draft replicas on a gRPC link and on a faulty one, against plain decoding in one process."""
+    for temperature in TEMPERATURES:
+        requests = make_requests(prompts, temperature, tokens)
+        plain = [generation.tokens for generation in run(runner, requests, batch=1)]
+        for link in ("grpc", "faulty"):
+            for batch in (1, 8):
+                for name, window in WINDOWS.items():
+                    target = TargetReplica(runner, window(), max_batch=batch)
+                    drafting = DraftReplica(ModelDrafter(draft))
+                    server = DraftServer("127.0.0.1", 0, drafting.add_link)
+                    down, up = (connect(server.address, 10.0), None) if link == "grpc" else faulty_ends()
+                    if up is not None:
+                        drafting.add_link(up)
+                    target.add_link(down)
+                    generations = serve(target, requests)
+                    guessed = sum(generation.accepted for generation in generations) / sum(map(len, plain))
+                    assert target.wait_idle(60.0)
+                    target.check()
+                    target.close()
+                    server.stop()
+                    drafting.close()
+                    case = f"T={temperature} {link} batch={batch} {name}, {guessed:.0%} of the tokens from the draft"
+                    yield case, list(differences(generations, plain))
+    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
 def main() -> int:
@@ -218,10 +287,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=50, help="how many of the bundled prompts")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each")
+    parser.add_argument("--part", choices=["engine", "pipeline", "all"], default="all", help="what to run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    wrong = matrix(load_prompts(arguments.prompts), arguments.tokens, Console(soft_wrap=True))
-    return 1 if wrong else 0
+    console = Console(soft_wrap=True)
+    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 512)
+    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
+    prompts = load_prompts(arguments.prompts)
+    failed = False
+    for part, matrix in {"engine": engine_matrix, "pipeline": pipeline_matrix}.items():
+        if arguments.part in (part, "all"):
+            for case, wrong in matrix(runner, draft, prompts, arguments.tokens):
+                console.print(f"{case}: " + (f"WRONG {wrong}" if wrong else "equal"))
+                failed = failed or bool(wrong)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

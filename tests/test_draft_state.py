@@ -125,6 +125,21 @@ def test_a_refused_session_is_unknown_again() -> None:
     assert state.questions(A) == [NeedPrefix((7,))]
 
 
+def test_only_the_best_nodes_are_told_and_the_others_when_they_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_state, "MOST_TOLD", 2)
+    state, tree = opened(7), TokenTree(3)
+    tree.add_many([0, 0, 1], [4, 5, 6], [0.6, 0.3, 0.9])
+    first = state.growth(0, tree)
+    assert first is not None
+    assert (first.parents.tolist(), first.tokens.tolist()) == ([-1, 0], [4, 6])
+    assert state.growth(0, tree) is None
+    tree.add_many([2], [8], [0.9])  # below the node that was left out, which comes along
+    tree.confidence[2], tree.probability[2], tree.probability[4] = 0.9, 0.9, 0.81
+    second = state.growth(0, tree)
+    assert second is not None
+    assert (second.parents.tolist(), second.tokens.tolist()) == ([-1, 0], [5, 8])
+
+
 def test_growth_is_told_once_until_asked_for_again() -> None:
     state = opened(7)
     tree = TokenTree(3)

@@ -275,3 +275,29 @@ def test_the_walk_ends_at_the_first_token_that_is_no_child() -> None:
 def test_the_walk_does_not_pass_a_node_that_was_not_verified() -> None:
     tree = grown((0, 5, 0.5), (1, 6, 0.5))
     assert walk(tree, {2}, {0: 5, 2: 9}.__getitem__) == [5]
+
+
+def test_many_children_are_added_as_one_by_one() -> None:
+    parents, tokens, confidences = [0, 0, 1, 1, 0], [5, 6, 7, 8, 5], [0.6, 0.3, float("nan"), 0.5, 0.9]
+    one_by_one, at_once = grown((0, 4, 0.5)), grown((0, 4, 0.5))
+    expected = [one_by_one.add(*child) for child in zip(parents, tokens, confidences, strict=True)]
+    assert at_once.add_many(parents, tokens, confidences) == expected == [2, 3, 4, 5, 2]
+    for name in ("parent", "token", "confidence", "depth", "probability", "slot", "expanded", "sent"):
+        assert (getattr(at_once, name)[: at_once.size] == getattr(one_by_one, name)[: one_by_one.size]).all(), name
+    at_once.check()
+
+
+def test_a_full_tree_takes_the_first_of_many_children() -> None:
+    tree = grown(capacity=3)
+    assert tree.add_many([0, 0, 0, 0], [1, 2, 3, 1], [0.1] * 4) == [1, 2, -1, 1]
+    tree.check()
+
+
+def test_unsent_nodes_are_told_when_they_are_among_the_best() -> None:
+    tree = grown((0, 1, 0.6), (0, 2, 0.4), (1, 3, 0.9))  # reached with 0.6, 0.4 and 0.54
+    assert tree.unsent(2).tolist() == [1, 3]
+    tree.sent[[1, 3]] = True
+    assert tree.unsent(2).tolist() == []
+    tree.commit([2])
+    assert tree.unsent(2).tolist() == []
+    assert grown((0, 1, 0.6)).unsent(2).tolist() == [1]

@@ -1,0 +1,53 @@
+"""When a draft tells its target what grew: just before it looks, once per step, at once when it waits."""
+
+import pytest
+
+from cluster.cadence import Cadence
+
+STEP, TURN = 0.010, 0.003
+
+
+@pytest.fixture
+def cadence() -> Cadence:
+    """Of a target whose steps take STEP and a draft whose turns take TURN; the target's last step began at 1.0."""
+    known = Cadence()
+    for commit in range(101):
+        known.committed(commit * STEP)
+        known.turned(TURN)
+    return known
+
+
+def test_without_knowing_the_rhythm_growth_goes_out_at_once() -> None:
+    assert Cadence().due(0.0)
+
+
+def test_growth_waits_until_the_next_turn_would_be_too_late(cadence: Cadence) -> None:
+    moments = [1.0 + TURN * turn for turn in range(1, 4)]
+    assert [cadence.due(moment) for moment in moments] == [False, True, True]
+
+
+def test_once_per_step_is_enough(cadence: Cadence) -> None:
+    cadence.sent(1.0 + 2 * TURN, waited_for=False)
+    assert not cadence.due(1.0 + 3 * TURN)
+    assert cadence.due(1.0 + 2 * STEP), "a target whose step takes longer than expected is told again"
+
+
+def test_a_target_that_waited_begins_its_step_when_growth_comes(cadence: Cadence) -> None:
+    cadence.sent(1.005, waited_for=True)
+    assert not cadence.due(1.005 + TURN)
+    assert cadence.due(1.005 + 2 * TURN)
+    began = 1.005
+    for _ in range(50):  # it waits every time, but the waiting is no part of its step
+        began += STEP + 0.005
+        cadence.committed(began - 0.005)
+        cadence.sent(began, waited_for=True)
+    assert not cadence.due(began + TURN)
+    assert cadence.due(began + 2 * TURN)
+
+
+def test_a_new_session_wants_growth_at_once_and_its_pause_is_no_step(cadence: Cadence) -> None:
+    cadence.opened(100.0)
+    assert cadence.due(100.0)
+    cadence.committed(100.02)
+    assert not cadence.due(100.02 + TURN)
+    assert cadence.due(100.02 + 2 * TURN)
