@@ -4,6 +4,7 @@ The model's own code runs unchanged; an attention function registered with trans
 and values to the pool and lets every row see its own path: the committed prefix, then its ancestors in the tree.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -71,7 +72,7 @@ class ModelRunner:
         self.model = self._load()
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
-        self.max_length = int(config.max_position_embeddings)
+        self.max_length = _max_length(config)
         self._heads = _heads(config)
         layers = int(config.num_hidden_layers)
         self.pool = KVPool(layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
@@ -140,6 +141,11 @@ class ModelRunner:
         if self.invariant:
             return -(-rows // self._rows) * self._rows
         return next((bucket for bucket in (0, *_BUCKETS) if bucket >= rows), -(-rows // 64) * 64)
+
+
+def _max_length(config: Any) -> int:
+    """Positions at which every token may see all before it: a sliding window is no different until it is full."""
+    return min(int(config.max_position_embeddings), int(getattr(config, "sliding_window", None) or sys.maxsize))
 
 
 def _heads(config: Any) -> Heads:

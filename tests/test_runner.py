@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from engine.attention import SequenceRows, chain_rows
 from engine.checkpoint import ModelError
@@ -317,3 +317,25 @@ def test_a_chain_is_at_consecutive_positions_and_sees_what_came_before(target: M
         assert rows.slots.tolist() == lease.slots[30:33].tolist()
         assert rows.visible.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
         assert (rows.prefix, rows.wanted) == (30, 2)
+
+
+def test_a_sliding_window_is_the_longest_a_text_may_be(tmp_path: Path) -> None:
+    """Up to its length it is attention like any other."""
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        sliding_window=16,
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    runner = ModelRunner(tmp_path, dtype="float32", kv_tokens=64)
+    assert runner.max_length == 16
+    tokens = list(range(16))
+    reference = MistralForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with leased(runner, 16) as (lease,), torch.inference_mode():
+        assert_close(prefill(runner, lease, tokens), reference(torch.tensor([tokens])).logits[0])
