@@ -217,11 +217,7 @@ def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tok
     assert draft.pool.used_pages == 0, "a drafter holds pages"
 
 
-WINDOWS: dict[str, Callable[[], Window]] = {
-    "chain": lambda: FixedChain(5),
-    "tree": lambda: FixedTree(12),
-    "goodput": goodput,
-}
+WINDOWS: dict[str, Callable[[], Window]] = {"chain": lambda: FixedChain(5), "tree": goodput}
 Ends = tuple[Link[Down, Up], Link[Up, Down]]
 
 
