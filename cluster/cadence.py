@@ -3,7 +3,7 @@
 Every message costs both sides and the cores they share; growth sent earlier would only be followed by more of it.
 """
 
-_EARLY = 0.9  # of a step's time: it may be shorter than the last ones
+_EARLY = 0.8  # of a step's time: it may be shorter than the last ones
 _RATE = 0.2  # weight of the newest observation
 
 

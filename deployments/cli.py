@@ -225,6 +225,28 @@ def train(
 
 
 @app.command()
+def expand(
+    model: Annotated[Path, typer.Argument(help="checkpoint folder of a Llama-family model")],
+    layers: Annotated[int, typer.Option(min=1, help="decoder layers of the new model")],
+    out: Annotated[Path, typer.Option(help="folder that gets the new checkpoint")],
+) -> None:
+    """Makes a model larger without changing its output, so that a benchmark has a target of any size.
+
+    The added layers cost what layers cost, and add nothing: their output projections are zero.
+
+    [dim]Example[/dim]
+
+      paceline expand models/code-target --layers 24 --out build/code-target-24
+    """
+    with one_line_errors():
+        check_checkpoint(model)
+        from engine.expand import expand as run
+
+        parameters = run(model, layers, out)
+    typer.echo(f"written: {out}, {parameters / 1e6:.1f} M parameters")
+
+
+@app.command()
 def version() -> None:
     """Prints the version."""
     try:
