@@ -34,6 +34,7 @@ WindowName = Literal["goodput", "chain", "tree"]
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
+_STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
 _LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
 _WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 
@@ -198,7 +199,7 @@ class TargetActor:
     def _keep_linked(self) -> NoReturn:
         """Attaches to every live draft, again and again, as long as the replica runs."""
         pause = threading.Event()
-        while self._replica.alive:
+        while works(self._replica):
             if self._speculate:
                 self._link_to_new()
             else:
@@ -263,15 +264,20 @@ class DraftActor:
 
     def _keep_announced(self) -> NoReturn:
         pause = threading.Event()
-        while self._replica.alive:
+        while works(self._replica):
             entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)
             self._registry.announce.remote(entry)
             pause.wait(_ANNOUNCE_EVERY_S)
         _give_up()
 
 
+def works(replica: TargetReplica | DraftReplica) -> bool:
+    """Whether a replica neither failed nor hangs."""
+    return replica.alive and replica.turn_s < _STUCK_S
+
+
 def _give_up() -> NoReturn:
-    """Ends the process of a replica that failed, so that Ray starts another."""
+    """Ends the process of a replica that failed or hangs, so that Ray starts another."""
     time.sleep(_LAST_WORDS_S)
     os._exit(1)
 

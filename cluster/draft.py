@@ -60,6 +60,11 @@ class DraftReplica:
         """False once it was closed, or failed for good."""
         return self._loop.alive
 
+    @property
+    def turn_s(self) -> float:
+        """How many seconds the present turn of its loop has taken: one that hangs never ends."""
+        return self._loop.turn_s
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until there is nothing to do (no message, nothing to grow): True; False after `timeout_s`."""
         return self._loop.wait_idle(timeout_s)

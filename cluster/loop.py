@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -36,6 +37,7 @@ class Loop:
         self._woken = threading.Event()
         self._idle = threading.Event()
         self._stopping = False
+        self._began: float | None = None  # the present turn
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -52,6 +54,12 @@ class Loop:
     def alive(self) -> bool:
         """False once it was stopped, or a turn failed."""
         return not self._stopping and self._thread.is_alive()
+
+    @property
+    def turn_s(self) -> float:
+        """How many seconds the present turn has taken; 0 between turns."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def do(self, action: Callable[[], None]) -> None:
         """Has `action` done before the next turn; never if the loop has ended."""
@@ -97,8 +105,11 @@ class Loop:
         try:
             self.listen()
             while not self._stopping:  # asked after listening: who stops it sets this, then wakes it
+                self._began = time.monotonic()
                 self._do_asked()
-                if not self._turn():
+                more = self._turn()
+                self._began = None
+                if not more:
                     self._rest()
                 self.listen()
             self._do_asked()

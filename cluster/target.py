@@ -123,6 +123,11 @@ class TargetReplica:
         """False once it was closed, or failed for good."""
         return self._loop.alive
 
+    @property
+    def turn_s(self) -> float:
+        """How many seconds the present turn of its loop has taken: one that hangs never ends."""
+        return self._loop.turn_s
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until no request is left: True; False after `timeout_s`."""
         return self._loop.wait_idle(timeout_s)

@@ -17,15 +17,15 @@ import ray
 from ray.exceptions import RayActorError
 
 from cluster import actors as actors_module
-from cluster.actors import DraftConfig, TargetActor, TargetConfig
-from cluster.draft import DraftStats
+from cluster.actors import DraftConfig, TargetActor, TargetConfig, works
+from cluster.draft import DraftReplica, DraftStats
 from cluster.local import LocalCluster
 from cluster.target import TargetReplica, TargetStats
 from engine.decode import decode
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, InvalidRequest, TokenChunk
 from tests import exact
-from tests.cluster_fixtures import PATIENCE_S, until
+from tests.cluster_fixtures import PATIENCE_S, GuessingDrafter, until
 
 KILLS = 5
 STREAMS = 8
@@ -243,6 +243,25 @@ def test_a_frozen_draft_is_noticed_and_found_again(single: LocalCluster, case: C
     single.wait_linked(1)
     until_hits_rise(single)
     assert readers.stop() >= STREAMS
+
+
+def test_a_draft_that_hangs_while_its_server_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its actor ends itself then, and Ray starts another."""
+    monkeypatch.setattr(actors_module, "_STUCK_S", 0.02)
+    go_on = threading.Event()
+
+    class HangingDrafter(GuessingDrafter):
+        def grow(self) -> list[int]:
+            go_on.wait(PATIENCE_S)
+            return []
+
+    replica = DraftReplica(HangingDrafter())
+    until(lambda: not works(replica), "the hanging turn shows")
+    assert replica.alive
+    go_on.set()
+    until(lambda: works(replica), "the turn ended")
+    replica.close()
+    assert not works(replica)
 
 
 def test_speculation_can_be_switched_off_and_on(single: LocalCluster, case: Callable[[float], Case]) -> None:

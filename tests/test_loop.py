@@ -82,3 +82,22 @@ def test_work_goes_on_while_nobody_asks() -> None:
     assert worker.loop.wait_idle(PATIENCE_S)
     assert worker.work == 0
     worker.loop.stop()
+
+
+def test_a_turn_that_hangs_shows_by_its_time() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def turn() -> bool:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        return False
+
+    loop = Loop("paceline-test", Placement(), 10 * PATIENCE_S, turn, lambda failure: None)
+    assert loop.turn_s == 0
+    loop.start()
+    assert begun.wait(PATIENCE_S)
+    until(lambda: loop.turn_s > 0.02, "the turn goes on")
+    assert loop.alive
+    go_on.set()
+    until(lambda: loop.turn_s == 0, "the turn ended")
+    loop.stop()
