@@ -4,6 +4,7 @@
 
 Contenders, on the same checkpoints, prompts and token counts:
   plain, sequential         one core: the target alone; target and draft taking turns, at each fixed k
+  ... lookup                the same with what the draft looks up in the text, as pipelined drafts do
   ... two cores             the same with two threads on two cores
   pipelined                 target and draft as two actors, a core each
 tokens/s count decoding only: prefill is excluded, and so are the first prompts (warm-up).
@@ -29,6 +30,7 @@ from cluster.local import LocalCluster, bundled
 from cluster.placement import Placement
 from cluster.sequential import SequentialActor, Timed
 from cluster.target import TargetStats
+from engine.drafters.model import Growing
 from engine.runner import Dtype
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, SamplingParams
@@ -36,6 +38,7 @@ from engine.types import GenerationRequest, SamplingParams
 CHAINS = (1, 2, 3, 4, 5, 6, 8)  # fixed k of the sequential contender; the best counts
 TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
 _FLUSH_S = 10.0  # as for the other contenders, the text is handed out when a request ends
+GROWING = Growing()
 console = Console(stderr=True)
 
 
@@ -70,9 +73,9 @@ def start_sequential(where: Placement, target: Path, draft: Path, dtype: Dtype, 
     return actor.remote(target, draft, dtype, where, invariant)
 
 
-def run_sequential(actor: Any, request: GenerationRequest, k: int, totals: Totals) -> list[int]:
+def run_sequential(actor: Any, request: GenerationRequest, k: int, totals: Totals, lookup: int = 0) -> list[int]:
     """One prompt through the one-process contender; its tokens."""
-    timed: Timed = ray.get(actor.run.remote(request, k))
+    timed: Timed = ray.get(actor.run.remote(request, k, lookup=lookup))
     g = timed.generation
     totals.add(len(g.tokens), timed.seconds, g.steps, g.accepted, g.tried)
     return g.tokens
@@ -112,6 +115,8 @@ def measure(
         outputs["plain two cores"] = run_sequential(two, request, 0, totals["plain two cores"])
         for k in chains:
             outputs[f"sequential {k}"] = run_sequential(one, request, k, totals[f"sequential {k}"])
+            name = f"sequential lookup {k}"
+            outputs[name] = run_sequential(one, request, k, totals[name], lookup=GROWING.lookup)
             name = f"sequential two cores {k}"
             outputs[name] = run_sequential(two, request, k, totals[name])
         differing += [f"{request.request_id} {n}" for n, tokens in outputs.items() if tokens != outputs["plain"]]
@@ -140,6 +145,7 @@ def summary(
         "sequential_tps": round(totals[f"sequential {best}"].tps, 1),
         "sequential_k": best,
         "sequential_tps_by_k": {k: round(totals[f"sequential {k}"].tps, 1) for k in chains},
+        "sequential_lookup_tps": round(max(totals[f"sequential lookup {k}"].tps for k in chains), 1),
         "plain_two_cores_tps": round(totals["plain two cores"].tps, 1),
         "sequential_two_cores_tps": round(totals[f"sequential two cores {best_two}"].tps, 1),
         "sequential_two_cores_k": best_two,
@@ -172,7 +178,14 @@ def requests_of(prompts: list[tuple[int, ...]], temperature: float, tokens: int)
 
 def report(results: dict[str, Any]) -> None:
     """The main figures as a table."""
-    names = ("plain_tps", "sequential_tps", "plain_two_cores_tps", "sequential_two_cores_tps", "pipelined_tps")
+    names = (
+        "plain_tps",
+        "sequential_tps",
+        "sequential_lookup_tps",
+        "plain_two_cores_tps",
+        "sequential_two_cores_tps",
+        "pipelined_tps",
+    )
     more = ("pipelined_over_sequential", "tokens_per_step", "acceptance", "hit_rate", "empty_step_share", "target_idle")
     table = Table("", *(key for key in ("T0", "T1") if key in results))
     for name in (*names, *more, "target_step_ms", "draft_step_ms", "all_equal"):

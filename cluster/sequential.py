@@ -51,17 +51,20 @@ class SequentialActor:
         self._draft = ModelRunner(draft, dtype=dtype, device=placement.device)
         for runner in (self._target, self._draft):
             warm_up(runner)
-        self._drafter = _TimedDrafter(self._draft, Growing(rows=1, children=1))
+        self._drafters = {
+            lookup: _TimedDrafter(self._draft, Growing(rows=1, children=1, lookup=lookup)) for lookup in (0, 8)
+        }
 
-    def run(self, request: GenerationRequest, k: int, margins: bool = False) -> Timed:
-        """Decodes one request with chains of k draft tokens; k = 0 is plain decoding."""
-        speculation = Speculation(self._drafter, FixedChain(k), k) if k else None
+    def run(self, request: GenerationRequest, k: int, margins: bool = False, lookup: int = 0) -> Timed:
+        """Decodes one request with chains of k draft tokens; k = 0 is plain decoding. lookup: 0 or 8, see Growing."""
+        drafter = self._drafters[lookup]
+        speculation = Speculation(drafter, FixedChain(k), k) if k else None
         generation = Generation(request)
-        seconds, drafted_s = 0.0, self._drafter.spent_s
+        seconds, drafted_s = 0.0, drafter.spent_s
         mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], speculation, margins=margins):
             now = time.monotonic()
             seconds += (now - mark) * bool(outcome.tokens)
             mark = now
             record(generation, outcome)
-        return Timed(generation, seconds, self._drafter.spent_s - drafted_s)
+        return Timed(generation, seconds, drafter.spent_s - drafted_s)

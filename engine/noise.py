@@ -68,11 +68,15 @@ class NoiseRows:
 
     def rows(self, positions: list[int]) -> torch.Tensor:
         """Noise for these positions: float32 [len(positions), vocab_size]."""
+        self.prepare(positions)
+        return torch.stack([self._rows[position] for position in positions])
+
+    def prepare(self, positions: Iterable[int]) -> None:
+        """Computes what is missing of these positions' noise now, to have it later."""
         missing = sorted({position for position in positions if position not in self._rows})
         if missing:
             new = gumbel(keys(self._seed, missing, self._tokens.device)[:, None], self._tokens)
             self._rows.update(zip(missing, new.unbind(0), strict=True))
-        return torch.stack([self._rows[position] for position in positions])
 
     def forget_before(self, position: int) -> None:
         """Drops rows that no step can need again."""

@@ -18,6 +18,8 @@ from engine.verify import walk
 
 MAX_WINDOW = 63  # draft tokens per step and sequence; a sequence's lease has room for them behind its last token
 
+_PREPARED = 4  # positions: what a step usually walks along
+
 
 class Sequence:
     """A running request on the target: its tokens, how many of them have KV, and why it ended, once it did."""
@@ -48,6 +50,11 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether committed tokens other than the last still need KV."""
         return self.computed < len(self.tokens) - 1
+
+    def prepare(self) -> None:
+        """Computes what the next steps need and what is known already: the noise of the next positions."""
+        if self.noise is not None:
+            self.noise.prepare(range(len(self.tokens), len(self.tokens) + _PREPARED))
 
     def append(self, tokens: list[int]) -> list[int]:
         """Commits tokens up to the first that ends the request; returns the committed ones."""

@@ -1,7 +1,10 @@
-"""A small language model as drafter: best-first expansion of all sessions' trees in fixed-size batches."""
+"""A small language model as drafter: best-first expansion of all sessions' trees in fixed-size batches.
+
+Where the text repeats itself, a lookup puts its continuation into the tree at once, and the model goes on from there.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -9,11 +12,16 @@ import torch
 
 from engine import sampling
 from engine.attention import SequenceRows, chain_rows
+from engine.drafters.ngram import LONGEST, NgramIndex, hang
 from engine.kv import Lease
 from engine.noise import NoiseRows
 from engine.runner import ModelRunner
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
 from engine.types import SamplingParams
+
+_TRUST = 0.3  # in a lookup, before anything is known
+_DOUBTFUL = 0.2  # a lookup that is right less often stays out of the tree
+_LEARN = 0.05  # weight of the newest lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,7 @@ class Growing:
     max_depth: int = 12  # below the root
     max_nodes: int = 256  # per session
     prefill_chunk: int = 64  # prefix tokens per session and draft step
+    lookup: int = 8  # tokens looked up after each commit; 0: none
 
 
 class _Session:
@@ -44,6 +53,8 @@ class _Session:
         self.free_slots: list[int] = tree_lease.slots.tolist()
         self.tree = TokenTree(tokens[-1], capacity)
         self.noise: NoiseRows | None = None  # of a session that is not greedy
+        self.index = NgramIndex(tokens)
+        self.guess: tuple[int, int] | None = None  # the last lookup: tokens matched, the token that followed
 
     @property
     def pending(self) -> list[int]:
@@ -59,6 +70,8 @@ class ModelDrafter:
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
         self._silence = torch.zeros(runner.vocab_size, device=runner.device)
+        # how often a lookup was right, by whether the session is greedy and by the length of the match
+        self._trust = {greedy: [_TRUST] * (LONGEST + 1) for greedy in (True, False)}
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
         """See Drafter."""
@@ -74,6 +87,7 @@ class ModelDrafter:
         if params.temperature > 0:
             held.noise = NoiseRows(params.seed, self._runner.vocab_size, self._runner.device)
         self._sessions[session] = held
+        self._look_up(held)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter. Raises PoolExhausted, after which the session must be closed."""
@@ -91,7 +105,26 @@ class ModelDrafter:
         held.free_slots.extend(moved.path_slots + moved.freed_slots)
         if held.noise is not None:
             held.noise.forget_before(len(held.tokens))
-        return moved
+        self._learn_from(held, tokens[0])
+        held.index.extend(tokens)
+        self._look_up(held)
+        return replace(moved, children=moved.children or int(held.tree.size > 1))
+
+    def _look_up(self, held: _Session) -> None:
+        """Hangs what followed the last tokens earlier below the root, with the confidence that lookups have earned."""
+        matched, tokens = held.index.lookup(self._growing.lookup)
+        held.guess = (matched, tokens[0]) if tokens else None
+        trust = self._trust[held.noise is None]
+        confidences = [trust[min(matched + depth, LONGEST)] for depth in range(len(tokens))]
+        if tokens and confidences[0] > _DOUBTFUL:
+            hang(held.tree, tokens, confidences)
+
+    def _learn_from(self, held: _Session, token: int) -> None:
+        """What came, against what the last lookup said."""
+        if held.guess is not None:
+            matched, guessed = held.guess
+            trust = self._trust[held.noise is None]
+            trust[matched] += _LEARN * ((guessed == token) - trust[matched])
 
     def grow(self) -> list[int]:
         """See Drafter."""

@@ -1,0 +1,84 @@
+"""Looking up how the text went on before: by itself, and in the trees of the model drafter."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.drafters.model import Growing, ModelDrafter
+from engine.drafters.ngram import NgramIndex
+from engine.runner import ModelRunner
+from engine.types import SamplingParams
+
+REPEATED = [11, 12, 13, 14] * 3
+
+
+@pytest.fixture
+def drafter(draft: ModelRunner) -> Iterator[ModelDrafter]:
+    made = ModelDrafter(draft, Growing(lookup=5))
+    yield made
+    made.check()
+    made.close(1)
+
+
+def chain(drafter: ModelDrafter) -> list[int]:
+    """The tokens of a tree that is one chain."""
+    tree = drafter.tree(1)
+    assert tree.parent[1 : tree.size].tolist() == list(range(tree.size - 1))
+    tokens: list[int] = tree.token[1 : tree.size].tolist()
+    return tokens
+
+
+def test_the_longest_match_decides_then_the_latest() -> None:
+    index = NgramIndex([1, 2, 3, 9, 2, 3, 8, 3, 7, 2])
+    index.extend([3])
+    assert index.lookup(2) == (2, [8, 3])
+    index.extend([5])
+    assert index.lookup(2) == (0, [])
+    index.extend([3])
+    assert index.lookup(9) == (1, [5, 3])
+
+
+@pytest.mark.parametrize("tokens", [[4], [4, 5], [4, 5, 6]])
+def test_a_text_without_repetition_has_no_match(tokens: list[int]) -> None:
+    assert NgramIndex(tokens).lookup(3) == (0, [])
+
+
+def test_what_followed_before_is_in_the_tree_before_the_model_ran(drafter: ModelDrafter) -> None:
+    drafter.open(1, REPEATED, SamplingParams())
+    assert chain(drafter) == [11, 12, 13, 14]  # as far as the text goes
+    moved = drafter.commit(1, [99, 13])  # off the tree
+    assert (moved.hit, moved.children) == (False, 1)
+    assert chain(drafter) == [14, 99, 13]
+    drafter.grow()
+    assert drafter.tree(1).size > 4  # the model goes on from there
+
+
+def test_without_repetition_or_without_lookup_the_model_begins(draft: ModelRunner) -> None:
+    for growing, tokens in ((Growing(), [11, 12, 13]), (Growing(lookup=0), REPEATED)):
+        drafter = ModelDrafter(draft, growing)
+        drafter.open(1, tokens, SamplingParams())
+        assert drafter.tree(1).size == 1
+        drafter.close(1)
+
+
+def test_confidence_is_what_lookups_have_earned(drafter: ModelDrafter) -> None:
+    drafter.open(1, REPEATED, SamplingParams())
+    doubtful = float(drafter.tree(1).confidence[1])
+    for _ in range(20):
+        drafter.commit(1, REPEATED[:4])
+    trusted = float(drafter.tree(1).confidence[1])
+    assert trusted > 2 * doubtful
+    for wrong in range(60):
+        drafter.commit(1, [100 + wrong, 11, 12, 13, 14])
+        drafter.commit(1, [200 + wrong])  # where 11 was looked up
+    drafter.commit(1, [11, 12, 13, 14])
+    assert drafter.tree(1).size == 1, "what is mostly wrong stays out"
+
+
+def test_sampled_sessions_earn_their_own_confidence(drafter: ModelDrafter) -> None:
+    drafter.open(1, REPEATED, SamplingParams())
+    for _ in range(20):
+        drafter.commit(1, REPEATED[:4])
+    greedy = float(drafter.tree(1).confidence[1])
+    drafter.open(1, REPEATED, SamplingParams(temperature=1.0))
+    assert float(drafter.tree(1).confidence[1]) < greedy
