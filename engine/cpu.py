@@ -214,7 +214,8 @@ def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None
         and type(getattr(base, "embed_tokens", None)) is torch.nn.Embedding
         and getattr(base.rotary_emb, "rope_type", None) in _FIXED_ROTATIONS
     )
-    return FusedDecoder(base, pool, heads, int(config.max_position_embeddings)) if known else None
+    length = min(int(config.max_position_embeddings), pool.pages * pool.page_size)  # no position is beyond the pool
+    return FusedDecoder(base, pool, heads, length) if known else None
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
