@@ -126,7 +126,7 @@ class Draft:
                 for command in self.state.received(STREAM, message, 0.0):
                     match command:
                         case OpenSession():
-                            self.drafter.open(command.key, command.tokens, command.params)
+                            self.drafter.open(command.key, command.tokens, command.params, command.prompt)
                             self.keys.add(command.key)
                             self.cadence.opened(self.free_at / 1000)
                         case CommitTokens():

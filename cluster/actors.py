@@ -26,7 +26,7 @@ from engine.drafters import Drafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.runner import Dtype, ModelRunner
-from engine.text import load_tokenizer
+from engine.text import find_tokenizer, load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
 from engine.windows import FixedChain, FixedTree
 
@@ -288,4 +288,4 @@ def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
         return NgramDrafter()
     runner = ModelRunner(config.model, kv_tokens=config.kv_tokens, dtype=config.dtype, device=placement.device)
     warm_up(runner, repeats=2)
-    return ModelDrafter(runner, config.growing)
+    return ModelDrafter(runner, config.growing, find_tokenizer(config.model))

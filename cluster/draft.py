@@ -12,7 +12,7 @@ from cluster.placement import Placement
 from cluster.trace import Trace
 from engine.drafters import Drafter
 from engine.kv import PoolExhausted
-from engine.types import Commit, Down, Growth, Open, Up
+from engine.types import Commit, Down, Growth, InvalidRequest, Open, Up
 
 logger = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 1.0
@@ -139,8 +139,8 @@ class DraftReplica:
 
     def _open(self, command: OpenSession) -> None:
         try:
-            self._drafter.open(command.key, command.tokens, command.params)
-        except PoolExhausted as error:
+            self._drafter.open(command.key, command.tokens, command.params, command.prompt)
+        except (PoolExhausted, InvalidRequest) as error:
             logger.debug("session refused: %s", error)  # it will be tried again and again
             self._state.refused(command.key)
 

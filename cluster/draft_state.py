@@ -23,6 +23,7 @@ class OpenSession:
     key: int
     tokens: tuple[int, ...]
     params: SamplingParams
+    prompt: int = 0  # how many of the tokens are the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class DraftState:
         self._next_key += 1
         self._sessions[name] = session
         self._names[session.key] = name
-        return [*commands, OpenSession(session.key, message.tokens, message.params)]
+        return [*commands, OpenSession(session.key, message.tokens, message.params, message.prompt)]
 
     def _commit(self, stream: int, message: Commit, now: float) -> list[Command]:
         held = self._sessions.get((stream, message.session))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.step import Sequence
-from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, require
+from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, TokenLogprobs, require
 
 Sink = Callable[[TokenChunk], None]
 MAX_WAITING = 1024  # requests that wait for KV; more are refused
@@ -36,14 +36,17 @@ class Running:
     sequence: Sequence
     session: int
     buffered: list[tuple[int, Origin]] = field(default_factory=list)  # what the client did not get yet
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
     flushed: float = 0.0  # seconds: when it last got something
 
     def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
         """A chunk of everything buffered."""
         tokens = tuple(token for token, _ in self.buffered)
         origins = tuple(origin for _, origin in self.buffered)
+        logprobs = tuple(self.logprobs)
         self.buffered.clear()
-        return TokenChunk(self.submitted.request.request_id, tokens, origins, reason, error)
+        self.logprobs.clear()
+        return TokenChunk(self.submitted.request.request_id, tokens, origins, reason, error, logprobs)
 
 
 class Intake:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cluster.wire import WireError, decode_down, decode_up, encode_down, encode_up
+from cluster.wire import decode_down, decode_up, encode_down, encode_up
+from cluster.wire_sampling import WireError
 from engine.types import Down, Up
 
 MAX_QUEUED_MESSAGES = 1024  # wire messages waiting in one direction at one end

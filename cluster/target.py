@@ -18,10 +18,11 @@ from cluster.placement import Placement
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.budget import Patience, Window
+from engine.grammar import Vocabulary
 from engine.kv import PoolExhausted
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_prompt
-from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up, require
+from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_request
+from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up
 
 logger = logging.getLogger(__name__)
 _RENEW_EVERY_S = 5.0
@@ -71,7 +72,7 @@ class TargetReplica:
         self._runner = runner
         self._stepper = Stepper(runner)
         self._window = window
-        self._tokenizer = tokenizer
+        self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._placement = placement or Placement()
         self._max_batch = max_batch
         self._flush_s = flush_s
@@ -95,9 +96,7 @@ class TargetReplica:
 
         Raises InvalidRequest, Overloaded or Closed.
         """
-        check_prompt(request, self._runner)
-        can_stop = self._tokenizer is not None or not request.params.stop
-        require(can_stop, "stop", "stop strings need the model's tokenizer")
+        check_request(request, self._runner, self._vocabulary)
         self._intake.submit(Submitted(request, sink))
         self._loop.do(self._admit)
 
@@ -263,18 +262,20 @@ class TargetReplica:
 
     def _commit(self, running: Running, plan: Plan, outcome: Outcome) -> None:
         """Tells the draft and the client."""
-        if not outcome.tokens:
+        if not outcome.tokens and outcome.sequence.finish_reason is None:
             return
         verified = plan.nodes is not None and len(plan.nodes) > 0
         if verified and plan.tree is not None and plan.nodes is not None:
             self._window.observe(plan.tree, plan.nodes, outcome.path)
         self._stats.empty += not verified and self._state.attached(running.session)
-        self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
+        if outcome.tokens:
+            self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
         origins: list[Origin] = ["draft" if i < outcome.accepted else "target" for i in range(len(outcome.tokens))]
         running.buffered += zip(outcome.tokens, origins, strict=True)
+        running.logprobs += outcome.logprobs
         reason = running.sequence.finish_reason
         if reason is not None:
-            self._end(running.submitted, reason)
+            self._end(running.submitted, reason, running.sequence.error)
         elif time.monotonic() - running.flushed >= self._flush_s:
             running.flushed = time.monotonic()
             running.submitted.sink(running.flush())
@@ -294,7 +295,7 @@ class TargetReplica:
         while waiting and len(self._running) < self._max_batch:
             submitted = waiting[0]
             try:
-                sequence = Sequence(submitted.request, self._runner, self._tokenizer)
+                sequence = Sequence(submitted.request, self._runner, self._vocabulary)
             except PoolExhausted as error:
                 if self._running:
                     return  # it waits until somebody is done
@@ -305,7 +306,7 @@ class TargetReplica:
 
     def _start(self, submitted: Submitted, sequence: Sequence) -> None:
         self._stats.requests += 1
-        session = self._state.session_opened(sequence.tokens, submitted.request.params)
+        session = self._state.session_opened(sequence.tokens, submitted.request.params, len(submitted.request.prompt))
         self._running[submitted.request.request_id] = Running(submitted, sequence, session)
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)

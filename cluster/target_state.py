@@ -32,6 +32,7 @@ class Counters:
 @dataclass
 class _Session:
     params: SamplingParams
+    prompt: int  # how many of the tokens are the prompt
     tokens: list[int]
     chain: HandleChain
     mirror: TokenTree
@@ -67,11 +68,12 @@ class TargetState:
         for session, held in orphans.items():
             self._attach(session, held)
 
-    def session_opened(self, tokens: Sequence[int], params: SamplingParams) -> int:
-        """A sequence starts; the new session's id."""
+    def session_opened(self, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> int:
+        """A sequence starts whose first `prompt` tokens, or all, are its prompt; the new session's id."""
         session = self._next_session
         self._next_session += 1
-        held = _Session(params, list(tokens), HandleChain(tokens), TokenTree(tokens[-1], MIRROR_NODES))
+        prompt = len(tokens) if prompt is None else prompt
+        held = _Session(params, prompt, list(tokens), HandleChain(tokens), TokenTree(tokens[-1], MIRROR_NODES))
         self._sessions[session] = held
         self._attach(session, held)
         return session
@@ -159,7 +161,7 @@ class TargetState:
 
     def _open(self, session: int, held: _Session) -> None:
         assert held.draft is not None
-        self._drafts[held.draft].append(Open(session, tuple(held.tokens), held.params))
+        self._drafts[held.draft].append(Open(session, tuple(held.tokens), held.params, held.prompt))
 
     def _graft(self, growth: Growth) -> bool:
         """Merges growth into its session's mirror; whether anything of it fitted."""

@@ -12,7 +12,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from cluster.pb import draft_pb2 as pb
-from engine.types import Close, Commit, Down, Growth, IntArray, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
+from cluster.wire_sampling import WireError, decode_sampling, encode_sampling, require
+from engine.types import Close, Commit, Down, Growth, IntArray, KVHandle, NeedPrefix, Open, Renew, Up
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_SESSIONS = 4096  # in one message
@@ -20,13 +21,8 @@ MAX_NODES = 65_536  # tree nodes in one message
 MAX_PREFIX_TOKENS = 1_048_576
 MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 in every array behind this file
 DIGEST_BYTES = 16
-_MAX_TOP_K = 2**32 - 1  # what the field holds; more is no limit either
 
 _T = TypeVar("_T")
-
-
-class WireError(ValueError):
-    """Bytes that are not a well-formed message, or a message that no bytes may carry."""
 
 
 def encode_down(messages: Sequence[Down]) -> list[bytes]:
@@ -98,17 +94,12 @@ def decode_up(data: bytes) -> list[Up]:
     raise WireError("the message is empty")
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise WireError(message)
-
-
 # --- encoding
 
 
 def _frame(message: pb.Down | pb.Up) -> bytes:
     data = message.SerializeToString()
-    _require(len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    require(len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     return data
 
 
@@ -131,21 +122,15 @@ def _packs(messages: Sequence[_T], sizes: Sequence[int]) -> Iterator[tuple[Seque
 
 
 def _digests(handles: Sequence[KVHandle]) -> bytes:
-    _require(all(len(handle.digest) == DIGEST_BYTES for handle in handles), "a digest is not 16 bytes long")
+    require(all(len(handle.digest) == DIGEST_BYTES for handle in handles), "a digest is not 16 bytes long")
     return b"".join([handle.digest for handle in handles])
 
 
 def _open_frame(message: Open) -> bytes:
-    params = message.params
-    sampling = pb.Sampling(
-        temperature=params.temperature,
-        top_k=min(params.top_k, _MAX_TOP_K),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-    )
-    _require(len(message.tokens) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
-    return _frame(pb.Down(open=pb.Open(session=message.session, tokens=message.tokens, sampling=sampling)))
+    require(len(message.tokens) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
+    sampling = encode_sampling(message.params)
+    opened = pb.Open(session=message.session, tokens=message.tokens, sampling=sampling, prompt=message.prompt)
+    return _frame(pb.Down(open=opened))
 
 
 def _commit_frames(commits: Sequence[Commit]) -> list[bytes]:
@@ -167,8 +152,8 @@ def _growth_frames(growths: Sequence[Growth]) -> list[bytes]:
     for growth in growths:
         # Summed over a pack, differences could cancel out and give nodes to the wrong session.
         agree = len(growth.parents) == len(growth.tokens) == len(growth.confidences)
-        _require(agree, "the arrays of a growth differ in length")
-        _require(len(growth.tokens) <= MAX_NODES, f"a growth is over the limit of {MAX_NODES} nodes")
+        require(agree, "the arrays of a growth differ in length")
+        require(len(growth.tokens) <= MAX_NODES, f"a growth is over the limit of {MAX_NODES} nodes")
     frames = []
     for pack, counts in _packs(growths, [len(growth.tokens) for growth in growths]):
         packed = pb.Growths(
@@ -189,7 +174,7 @@ def _growth_frames(growths: Sequence[Growth]) -> list[bytes]:
 
 
 def _parse(message: pb.Down | pb.Up, data: bytes) -> None:
-    _require(len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    require(len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
         message.ParseFromString(data)
     except DecodeError as error:
@@ -197,22 +182,22 @@ def _parse(message: pb.Down | pb.Up, data: bytes) -> None:
 
 
 def _sessions(field: Sequence[int]) -> tuple[int, ...]:
-    _require(len(field) <= MAX_SESSIONS, f"over {MAX_SESSIONS} sessions")
+    require(len(field) <= MAX_SESSIONS, f"over {MAX_SESSIONS} sessions")
     return tuple(field[:])
 
 
 def _token_ids(field: Sequence[int]) -> Sequence[int]:
     tokens = field[:]
-    _require(max(tokens, default=0) <= MAX_TOKEN_ID, f"a token id is above {MAX_TOKEN_ID}")
+    require(max(tokens, default=0) <= MAX_TOKEN_ID, f"a token id is above {MAX_TOKEN_ID}")
     return tokens
 
 
 def _handles(field: Sequence[int], digests: bytes, sessions: int) -> list[KVHandle]:
     """One handle per session, of packed lengths and digests."""
-    _require(len(field) == sessions, "as many lengths as sessions are needed")
-    _require(len(digests) == DIGEST_BYTES * sessions, "as many digests as sessions are needed")
+    require(len(field) == sessions, "as many lengths as sessions are needed")
+    require(len(digests) == DIGEST_BYTES * sessions, "as many digests as sessions are needed")
     lengths = field[:]
-    _require(max(lengths, default=0) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
+    require(max(lengths, default=0) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
     return [
         KVHandle(length, digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
         for index, length in enumerate(lengths)
@@ -221,47 +206,38 @@ def _handles(field: Sequence[int], digests: bytes, sessions: int) -> list[KVHand
 
 def _bounds(counts: Sequence[int], sessions: int, total: int) -> list[int]:
     """Where each session's entries start in the packed arrays of `total` entries, and where the last ones end."""
-    _require(len(counts) == sessions, "as many counts as sessions are needed")
+    require(len(counts) == sessions, "as many counts as sessions are needed")
     bounds = list(accumulate(counts[:], initial=0))
-    _require(bounds[-1] == total, "the counts do not add up to the entries")
+    require(bounds[-1] == total, "the counts do not add up to the entries")
     return bounds
 
 
 def _decode_open(message: pb.Open) -> Open:
-    _require(len(message.tokens) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
-    sampling = message.sampling
-    try:
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        )
-    except ValueError as error:
-        raise WireError(str(error)) from error
-    return Open(message.session, tuple(_token_ids(message.tokens)), params)
+    require(len(message.tokens) <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
+    require(message.prompt <= len(message.tokens), "a prompt is longer than its prefix")
+    params = decode_sampling(message.sampling)
+    return Open(message.session, tuple(_token_ids(message.tokens)), params, message.prompt)
 
 
 def _decode_commits(packed: pb.Commits) -> list[Down]:
     sessions = _sessions(packed.sessions)
     handles = _handles(packed.lengths, packed.digests, len(sessions))
     bounds = _bounds(packed.counts, len(sessions), len(packed.tokens))
-    _require(len(packed.mirrored) == len(sessions), "as many mirrored flags as sessions are needed")
+    require(len(packed.mirrored) == len(sessions), "as many mirrored flags as sessions are needed")
     tokens = _token_ids(packed.tokens)
     commits: list[Down] = []
     for session, handle, start, end, mirrored in zip(
         sessions, handles, bounds[:-1], bounds[1:], packed.mirrored[:], strict=True
     ):
-        _require(end - start <= handle.length, "a commit has more tokens than its prefix")
+        require(end - start <= handle.length, "a commit has more tokens than its prefix")
         commits.append(Commit(session, handle, tuple(tokens[start:end]), mirrored))
     return commits
 
 
 def _decode_growths(packed: pb.Growths) -> list[Up]:
     nodes = len(packed.tokens)
-    _require(nodes <= MAX_NODES, f"over {MAX_NODES} nodes")
-    _require(len(packed.parents) == len(packed.confidences) == nodes, "the arrays of nodes differ in length")
+    require(nodes <= MAX_NODES, f"over {MAX_NODES} nodes")
+    require(len(packed.parents) == len(packed.confidences) == nodes, "the arrays of nodes differ in length")
     sessions = _sessions(packed.sessions)
     handles = _handles(packed.base_lengths, packed.base_digests, len(sessions))
     bounds = _bounds(packed.counts, len(sessions), nodes)
@@ -281,4 +257,4 @@ def _require_order(parents: IntArray, bounds: Sequence[int]) -> None:
     """Every parent is the base or an earlier node of the same session. parents: [nodes]; bounds: [sessions + 1]."""
     starts = np.array(bounds, dtype=np.int32)
     own = np.arange(len(parents), dtype=np.int32) - np.repeat(starts[:-1], starts[1:] - starts[:-1])
-    _require(bool(((parents >= -1) & (parents < own)).all()), "a parent does not come before its child")
+    require(bool(((parents >= -1) & (parents < own)).all()), "a parent does not come before its child")

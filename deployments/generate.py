@@ -23,7 +23,7 @@ from engine.decode import Speculation, decode_steps
 from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.step import Outcome
-from engine.text import StopStrings, TextStream, load_tokenizer
+from engine.text import OutputText, load_tokenizer
 from engine.types import GenerationRequest, InvalidRequest, Origin, SamplingParams, TokenChunk
 from engine.windows import FixedChain
 
@@ -120,7 +120,7 @@ class OneProcess:
         mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], self._speculation, self._tokenizer):
             now = time.monotonic()
-            if outcome.tokens:
+            if outcome.tokens or outcome.sequence.finish_reason is not None:
                 self._figures += Figures(len(outcome.tokens), now - mark, 1, outcome.tried, outcome.accepted)
                 yield _chunk(request.request_id, outcome)
             mark = time.monotonic()
@@ -136,17 +136,20 @@ class OneProcess:
 def _chunk(request_id: str, outcome: Outcome) -> TokenChunk:
     origins: list[Origin] = ["draft"] * outcome.accepted
     origins += ["target"] * (len(outcome.tokens) - outcome.accepted)
-    return TokenChunk(request_id, tuple(outcome.tokens), tuple(origins), outcome.sequence.finish_reason)
+    sequence, logprobs = outcome.sequence, tuple(outcome.logprobs)
+    return TokenChunk(
+        request_id, tuple(outcome.tokens), tuple(origins), sequence.finish_reason, sequence.error, logprobs
+    )
 
 
-def texts(chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...]) -> Iterator[str]:
+def texts(chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerFast, params: SamplingParams) -> Iterator[str]:
     """The text of a stream, piece by piece, up to the first stop string; raises GenerationFailed."""
-    stream, stop = TextStream(tokenizer), StopStrings(stops)
+    text = OutputText(tokenizer, params.stop, params.min_tokens)
     for chunk in chunks:
-        yield "".join(stop.push(stream.push(token)) for token in chunk.tokens)
+        yield "".join(text.push(token) for token in chunk.tokens)
         if chunk.finish_reason == "error":
             raise GenerationFailed(chunk.error)
-    yield stop.flush()
+    yield text.flush()
 
 
 def print_text(
@@ -157,7 +160,7 @@ def print_text(
     with errors.status("starting") as status:
         engine = start(mode, pair, lambda text: status.update(text))
     with closing(engine), closing(engine.stream(request)) as chunks:
-        for text in texts(chunks, tokenizer, request.params.stop):
+        for text in texts(chunks, tokenizer, request.params):
             sys.stdout.write(text)
             sys.stdout.flush()
         sys.stdout.write("\n")

@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.budget import Window
 from engine.drafters import Drafter
+from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, Sequence, Stepper
-from engine.types import FinishReason, GenerationRequest
+from engine.types import FinishReason, GenerationRequest, TokenLogprobs
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Generation:
     tried: int = 0  # draft tokens compared with the target's along the walk
     accepted: int = 0
     margins: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if the request asks for them
+    error: str | None = None  # set with the finish reason "error"
 
     @property
     def tokens_per_step(self) -> float:
@@ -61,10 +64,12 @@ def record(generation: Generation, outcome: Outcome) -> None:
     """Adds one step's outcome."""
     generation.tokens.extend(outcome.tokens)
     generation.margins.extend(outcome.margins)
+    generation.logprobs.extend(outcome.logprobs)
     generation.steps += bool(outcome.tokens)
     generation.accepted += outcome.accepted
     generation.tried += outcome.tried
     generation.finish_reason = outcome.sequence.finish_reason
+    generation.error = outcome.sequence.error
 
 
 def decode_steps(
@@ -76,10 +81,11 @@ def decode_steps(
 ) -> Iterator[tuple[int, Outcome]]:
     """Yields (index of the request, outcome) after every step, as `decode` does; see there."""
     stepper = Stepper(runner, margins=margins)
+    vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
     sequences: list[Sequence] = []
     try:
         for request in requests:
-            sequences.append(Sequence(request, runner, tokenizer))
+            sequences.append(Sequence(request, runner, vocabulary))
         yield from _loop(stepper, sequences, speculation)
     finally:
         for index, sequence in enumerate(sequences):
@@ -93,7 +99,8 @@ def _loop(
 ) -> Iterator[tuple[int, Outcome]]:
     if speculation is not None:
         for index, sequence in enumerate(sequences):
-            speculation.drafter.open(index, sequence.tokens, sequence.request.params)
+            prompt = len(sequence.request.prompt)
+            speculation.drafter.open(index, sequence.tokens, sequence.request.params, prompt)
     running = {index: sequence for index, sequence in enumerate(sequences) if sequence.finish_reason is None}
     for index, sequence in enumerate(sequences):
         if sequence.finish_reason is not None:  # the resumed output ended already

@@ -43,6 +43,11 @@ def key(seed: int, position: int) -> int:
     return _mix_int(_mix_int(seed + _GOLDEN) ^ ((position + 1) * _GOLDEN))
 
 
+def derive_seed(seed: int, sample: int) -> int:
+    """The seed of one of several samples of a request, below 2^63; the first keeps the request's own."""
+    return seed if sample == 0 else _mix_int(_mix_int(seed + _GOLDEN) + sample * _SECOND) >> 1
+
+
 def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise, float32, shape of `keys` broadcast with `tokens`.
 

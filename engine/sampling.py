@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.types import SamplingParams
+from engine.types import SamplingParams, TokenLogprobs
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
@@ -18,7 +18,7 @@ _SHARPNESS = 2.0  # a draft's softmax is flatter than its hit rate; measured on 
 def scores(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
     """What the argmax is taken of: float32 [n, vocab_size], -inf for tokens that are filtered out.
 
-    logits: [n, vocab_size]; noise: float32 [n, vocab_size], needed when the temperature is not 0.
+    logits: [n, vocab_size], processed; noise: float32 [n, vocab_size], needed when the temperature is not 0.
     """
     logits = logits.float()
     if params.temperature == 0:
@@ -36,6 +36,15 @@ def margins(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | 
     """Distance between the best and the second best score of each row, float32 [n]: how close to a tie it was."""
     best = scores(logits, params, noise).topk(2, dim=-1).values
     return best[:, 0] - best[:, 1]
+
+
+def logprobs(logits: torch.Tensor, chosen: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """What the model itself thinks of the chosen tokens, and of its `count` likeliest. logits: raw, [n, vocab_size]."""
+    raw = logits.float().log_softmax(-1)
+    best = raw.topk(min(count, raw.shape[-1]), dim=-1)
+    own = raw.gather(-1, torch.tensor(chosen, device=raw.device)[:, None])[:, 0].tolist()
+    tops = [tuple(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return [TokenLogprobs(value, top) for value, top in zip(own, tops, strict=True)]
 
 
 def restrict(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

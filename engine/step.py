@@ -1,23 +1,33 @@
 """One target step: run the sequences' rows, let the target choose, walk each tree, commit what was accepted."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from engine import sampling
 from engine.attention import SequenceRows, chain_rows
+from engine.grammar import Vocabulary
 from engine.noise import NoiseRows
+from engine.processors import Paths, check_known, make_processors
 from engine.runner import ModelRunner
-from engine.text import StopStrings, TextStream
+from engine.text import OutputText
 from engine.tree import ROOT, TokenTree
-from engine.types import FinishReason, GenerationRequest, IntArray, InvalidRequest
+from engine.types import (
+    FinishReason,
+    GenerationRequest,
+    IntArray,
+    InvalidRequest,
+    SamplingParams,
+    TokenLogprobs,
+    require,
+)
 from engine.verify import walk
 
 MAX_WINDOW = 63  # draft tokens per step and sequence; a sequence's lease has room for them behind its last token
 
+_NONE = -1  # the choice where no token is allowed
 _PREPARED = 4  # positions: what a step usually walks along
 
 
@@ -25,23 +35,28 @@ class Sequence:
     """A running request on the target: its tokens, how many of them have KV, and why it ended, once it did."""
 
     def __init__(
-        self, request: GenerationRequest, runner: ModelRunner, tokenizer: PreTrainedTokenizerFast | None
+        self,
+        request: GenerationRequest,
+        runner: ModelRunner,
+        vocabulary: Vocabulary | None,
     ) -> None:
         """Leases KV for the whole request; raises InvalidRequest or PoolExhausted."""
         params = request.params
         self.request = request
         self.tokens = [*request.prompt, *request.resume_tokens]
         self.limit = len(request.prompt) + params.max_tokens  # tokens in all
-        check_prompt(request, runner)
+        check_request(request, runner, vocabulary)
         self.computed = 0
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None  # set with the finish reason "error"
         self.noise = NoiseRows(params.seed, runner.vocab_size, runner.device) if params.temperature > 0 else None
-        self._ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_tokens(runner))
-        self._text: TextStream | None = None
-        if params.stop:
-            if tokenizer is None:
-                raise InvalidRequest("stop", "stop strings need the model's tokenizer")
-            self._text, self._stops = TextStream(tokenizer), StopStrings(params.stop)
+        self._ends = end_tokens(params, runner)
+        self.processors = make_processors(
+            params, self.tokens, len(request.prompt), self._ends, runner.vocab_size, vocabulary
+        )
+        self._text: OutputText | None = None
+        if params.stop and vocabulary is not None:
+            self._text = OutputText(vocabulary.tokenizer, params.stop, params.min_tokens)
         self.lease = runner.pool.lease(self.limit + MAX_WINDOW + 1)  # last: nothing below may refuse the request
         for token in request.resume_tokens:
             self._check_end(token)
@@ -67,25 +82,41 @@ class Sequence:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
+        if self.processors is not None:
+            self.processors.extend(taken)
         return taken
+
+    def fail(self, error: str) -> None:
+        """Ends the request."""
+        self.finish_reason, self.error = "error", error
 
     def _check_end(self, token: int) -> None:
         if token in self._ends:
             self.finish_reason = "stop"
         if self._text is not None:
-            self._stops.push(self._text.push(token))
-            if self._stops.stopped:
+            self._text.push(token)
+            if self._text.stopped:
                 self.finish_reason = "stop"
 
 
-def end_tokens(runner: ModelRunner) -> set[int]:
-    """The token ids that end a text, by the model's generation config."""
-    ids = runner.model.generation_config.eos_token_id
-    return set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+def end_tokens(params: SamplingParams, runner: ModelRunner) -> set[int]:
+    """The token ids that end an output: the request's own, and those of the model's generation config."""
+    ids = None if params.ignore_eos else runner.model.generation_config.eos_token_id
+    return {*params.stop_token_ids, *(ids if isinstance(ids, list) else [] if ids is None else [ids])}
 
 
-def check_prompt(request: GenerationRequest, runner: ModelRunner) -> None:
-    """Raises InvalidRequest when the prompt is empty, has unknown tokens or leaves no room in the model's context."""
+def check_request(request: GenerationRequest, runner: ModelRunner, vocabulary: Vocabulary | None) -> None:
+    """Raises InvalidRequest for what can't be run: an empty or too long prompt, unknown tokens, a senseless grammar."""
+    params = request.params
+    require(vocabulary is not None or not params.stop, "stop", "stop strings need the model's tokenizer")
+    require(vocabulary is not None or not params.grammar, "grammar", "grammars need the model's tokenizer")
+    check_known(params, runner.vocab_size)
+    _check_prompt(request, runner)
+    if vocabulary is not None and params.grammar is not None:
+        vocabulary.compile(params.grammar)
+
+
+def _check_prompt(request: GenerationRequest, runner: ModelRunner) -> None:
     tokens = request.prompt + request.resume_tokens
     if not request.prompt:
         raise InvalidRequest("prompt", "must not be empty")
@@ -118,6 +149,7 @@ class Outcome:
     tried: int  # draft tokens compared with the target's along the walk: the accepted ones and at most one refused
     path: list[int]  # the accepted nodes of the tree
     margins: list[float]  # of each newly committed token, when asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each newly committed token, when asked for
 
 
 class StepError(RuntimeError):
@@ -186,7 +218,9 @@ class Stepper:
         tree = plan.tree if plan.tree is not None and len(nodes) > 1 else TokenTree(sequence.tokens[-1], 1)
         tokens = walk(tree, set(nodes[1:]), lambda node: choices[row_of[node]])
         path = _path(tree, tokens[:-1])
-        taken = sequence.append(tokens)
+        taken = sequence.append([token for token in tokens if token != _NONE])
+        if tokens[-1] == _NONE and sequence.finish_reason is None:
+            sequence.fail("no token is allowed here: the grammar, bad words and min_tokens exclude each other")
         accepted = min(len(path), len(taken))
         base = sequence.computed + len(rows.tokens) - len(logits)  # position of the root
         moved = [row_of[node] for node in path[:accepted]]
@@ -195,19 +229,34 @@ class Stepper:
         sequence.computed = base + 1 + accepted
         if sequence.noise is not None:
             sequence.noise.forget_before(len(sequence.tokens))
-        kept = [margins[row_of[node]] for node in [ROOT, *path]][: len(taken)] if margins else []
+        walked = [row_of[node] for node in [ROOT, *path]][: len(taken)]
+        count = sequence.request.params.logprobs
+        likely = sampling.logprobs(logits[walked], taken, count) if count is not None and taken else []
+        kept = [margins[row] for row in walked] if margins else []
         end = path[-1] if path else ROOT
         refused = len(nodes) > 1 and bool((tree.parent[nodes[1:]] == end).any())
-        return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept)
+        return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely)
 
     def _choose(self, sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """The target's token after each wanted row, and its margin when margins are asked for."""
+        """The target's token after each wanted row, or _NONE, and its margin when margins are asked for."""
         params = sequence.request.params
+        if sequence.processors is not None:
+            logits = sequence.processors.apply(logits, _paths(rows))
         positions = [position + 1 for position in rows.positions[rows.wanted :]]
         noise = sequence.noise.rows(positions) if sequence.noise is not None else None
         choices: list[int] = sampling.choose(logits, params, noise).tolist()
+        if sequence.processors is not None:
+            possible = (logits.amax(-1) > -torch.inf).tolist()
+            choices = [choice if any_left else _NONE for choice, any_left in zip(choices, possible, strict=True)]
         margins: list[float] = sampling.margins(logits, params, noise).tolist() if self._margins else []
         return choices, margins
+
+
+def _paths(rows: SequenceRows) -> Paths:
+    """For each wanted row the draft tokens that lead to it: of a tree's rows all are wanted, of a chain's the last."""
+    if rows.wanted or len(rows.tokens) == 1:
+        return [()]
+    return [[rows.tokens[row] for row in np.flatnonzero(seen)[1:].tolist()] for seen in rows.visible]
 
 
 def _path(tree: TokenTree, tokens: list[int]) -> list[int]:

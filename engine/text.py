@@ -14,6 +14,11 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def find_tokenizer(path: Path | str) -> PreTrainedTokenizerFast | None:
+    """The fast tokenizer of a checkpoint, if there is one."""
+    return load_tokenizer(path) if (Path(path) / "tokenizer.json").is_file() else None
+
+
 class TextStream:
     """Text of a token stream, piece by piece: bytes of an unfinished character wait for the rest of it."""
 
@@ -59,3 +64,28 @@ class StopStrings:
         """Length of the longest end of the held text that a stop string begins with."""
         lengths = range(min(len(stop) - 1, len(self._held)), 0, -1)
         return next((n for n in lengths if self._held.endswith(stop[:n])), 0)
+
+
+class OutputText:
+    """The text of an output, token by token, up to its first stop string; stop strings begin at `min_tokens` at earliest."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...], min_tokens: int = 0) -> None:
+        self._stream, self._stops = TextStream(tokenizer), StopStrings(stops)
+        self._free = max(0, min_tokens - 1)  # tokens to come in which no stop string counts
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self._stops.stopped
+
+    def push(self, token: int) -> str:
+        """The part of the text that is certain now and was not returned yet."""
+        text = self._stream.push(token)
+        if self._free:
+            self._free -= 1
+            return text
+        return self._stops.push(text)
+
+    def flush(self) -> str:
+        """What was held back, when the stream ended for another reason."""
+        return self._stops.flush()

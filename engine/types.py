@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,19 @@ BoolArray = npt.NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Origin = Literal["draft", "target"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf"]
 
 MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0  # presence and frequency, either sign
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0
+MAX_BIASED = 1024  # tokens of one request
+MAX_BAD_WORDS = 1024
+MAX_LOGPROBS = 20
+MAX_GRAMMAR = 100_000  # characters
 MAX_STOP_STRINGS = 4
 MAX_SEED = 2**63 - 1
+_BIAS_RANGE = f"token ids must not be negative, biases between {-MAX_BIAS:g} and {MAX_BIAS:g}"
 
 
 class InvalidRequest(ValueError):
@@ -38,6 +47,19 @@ def require(condition: bool, param: str, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output has to look like. Raises InvalidRequest for text that is too long, or missing."""
+
+    kind: GrammarKind
+    text: str = ""  # the schema, expression or grammar; none for "json_object"
+
+    def __post_init__(self) -> None:
+        require(self.kind in get_args(GrammarKind), "grammar", f"its kind must be one of {get_args(GrammarKind)}")
+        require(len(self.text) <= MAX_GRAMMAR, "grammar", f"at most {MAX_GRAMMAR} characters")
+        require(bool(self.text) == (self.kind != "json_object"), "grammar", "json_object takes no text, others need it")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. The output is a function of prompt, these fields and the model.
 
@@ -53,6 +75,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
     ignore_eos: bool = False
+    min_tokens: int = 0  # nothing ends the output before, be it an end token or a stop string
+    repetition_penalty: float = 1.0  # divides the logits of tokens in prompt or output; 1 is none
+    presence_penalty: float = 0.0  # subtracted once for a token that is in the output
+    frequency_penalty: float = 0.0  # subtracted for every time that a token is in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that never come in the output
+    grammar: Grammar | None = None
+    logprobs: int | None = None  # report each token's log probability, and of so many likeliest ones
 
     def __post_init__(self) -> None:
         in_range = math.isfinite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE
@@ -62,8 +92,26 @@ class SamplingParams:
         require(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1")
         require(0 <= self.seed <= MAX_SEED, "seed", "must be between 0 and 2^63 - 1")
         require(1 <= self.max_tokens <= 2**31 - 1, "max_tokens", "must be at least 1")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be between 0 and max_tokens")
+        self._check_penalties()
+        require(len(self.logit_bias) <= MAX_BIASED, "logit_bias", f"at most {MAX_BIASED} tokens")
+        require(all(token >= 0 and abs(bias) <= MAX_BIAS for token, bias in self.logit_bias), "logit_bias", _BIAS_RANGE)
+        unique = len(dict(self.logit_bias)) == len(self.logit_bias)
+        require(unique, "logit_bias", "one bias for each token")
+        require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
+        require(all(self.bad_words), "bad_words", "words must not be empty")
+        require(not (self.grammar and self.ignore_eos), "ignore_eos", "a grammar says where the output ends")
+        in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        require(in_range, "logprobs", f"must be between 0 and {MAX_LOGPROBS}")
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} stop strings")
         require(all(self.stop), "stop", "stop strings must not be empty")
+
+    def _check_penalties(self) -> None:
+        in_range = 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
+        require(in_range, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            in_range = abs(getattr(self, name)) <= MAX_PENALTY
+            require(in_range, name, f"must be between {-MAX_PENALTY:g} and {MAX_PENALTY:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +125,14 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities at one position, of the model as it is: before temperature and all processors."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # (token id, log probability), the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class TokenChunk:
     """A piece of a stream, in order; the last one has a finish reason."""
 
@@ -85,6 +141,7 @@ class TokenChunk:
     origins: tuple[Origin, ...]  # who guessed each token first: the draft, or nobody before the target chose it
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with the finish reason "error"
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +158,8 @@ class Open:
 
     session: int  # minted by the target replica, never reused
     tokens: tuple[int, ...]  # the whole prefix: prompt and output so far
-    params: SamplingParams  # the sampling key and what shapes the choice; stop conditions do not cross
+    params: SamplingParams  # the sampling key and what shapes the choice; stop strings and limits do not cross
+    prompt: int = 0  # how many of the tokens are the prompt; penalties tell it from the output
 
 
 @dataclass(frozen=True, slots=True)

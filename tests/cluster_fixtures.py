@@ -53,7 +53,7 @@ class GuessingDrafter:
         self.tokens: dict[int, list[int]] = {}
         self._trees: dict[int, TokenTree] = {}
 
-    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         assert session not in self.tokens
         self.tokens[session] = list(tokens)
         self._trees[session] = TokenTree(tokens[-1], 64)
@@ -101,7 +101,7 @@ class DraftSide:
         for command in commands:
             match command:
                 case OpenSession():
-                    self.drafter.open(command.key, command.tokens, command.params)
+                    self.drafter.open(command.key, command.tokens, command.params, command.prompt)
                 case CommitTokens():
                     moved = self.drafter.commit(command.key, command.tokens)
                     if command.resend and moved.children:

@@ -50,7 +50,7 @@ class NonsenseDrafter:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     trees: dict[int, TokenTree] = field(default_factory=dict)
 
-    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         self.trees[session] = TokenTree(tokens[-1], 64)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:

@@ -34,7 +34,7 @@ def state_with(*drafts: int) -> TargetState:
 def test_a_session_opens_commits_and_closes() -> None:
     state = state_with(A)
     session = state.session_opened(PROMPT, PARAMS)
-    assert state.take_messages() == {A: [Open(session, PROMPT, PARAMS)]}
+    assert state.take_messages() == {A: [Open(session, PROMPT, PARAMS, len(PROMPT))]}
     assert not state.tokens_committed(session, (4, 5))
     assert state.take_messages() == {A: [Commit(session, handle(1, 2, 3, 4, 5), (1, 2, 3, 4, 5), False)]}
     state.session_closed(session)
@@ -154,7 +154,7 @@ def test_a_prefix_is_sent_again_to_the_draft_that_has_the_session() -> None:
     state.received(A, NeedPrefix((99,)))
     assert state.take_messages() == {}
     state.received(A, NeedPrefix((session,)))
-    assert state.take_messages() == {A: [Open(session, (*PROMPT, 4), PARAMS)]}
+    assert state.take_messages() == {A: [Open(session, (*PROMPT, 4), PARAMS, len(PROMPT))]}
     assert state.counters.reopened == 1
 
 
@@ -177,7 +177,7 @@ def test_sessions_of_a_draft_that_left_go_to_the_others_and_keep_their_mirrors()
     state.take_messages()
     state.draft_left(A)
     state.check()
-    assert state.take_messages() == {B: [Open(session, PROMPT, PARAMS) for session in (0, 2, 4)]}
+    assert state.take_messages() == {B: [Open(session, PROMPT, PARAMS, len(PROMPT)) for session in (0, 2, 4)]}
     assert state.hit(0)
     state.draft_left(B)
     state.check()
@@ -187,7 +187,7 @@ def test_sessions_of_a_draft_that_left_go_to_the_others_and_keep_their_mirrors()
     state.draft_joined(2)
     assert all(state.attached(session) for session in sessions)
     opened = state.take_messages()[2]
-    assert opened[0] == Open(0, (*PROMPT, 4), PARAMS)
+    assert opened[0] == Open(0, (*PROMPT, 4), PARAMS, len(PROMPT))
     assert len(opened) == 6
     state.received(
         A, growth(0, handle(*PROMPT, 4), (-1, 5, 0.9))

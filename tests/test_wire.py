@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cluster import wire
 from cluster.pb import draft_pb2 as pb
-from cluster.wire import WireError, decode_down, decode_up, encode_down, encode_up
-from engine.types import Close, Commit, Down, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
+from cluster.wire import decode_down, decode_up, encode_down, encode_up
+from cluster.wire_sampling import WireError
+from engine.types import Close, Commit, Down, Grammar, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
 
 DIGEST = bytes(range(16))
 
@@ -98,10 +99,27 @@ def test_packs_are_split_at_the_limits() -> None:
 
 
 def test_only_what_shapes_tokens_crosses() -> None:
-    sent = Open(1, (1, 2), SamplingParams(0.5, 3, 0.9, 0.1, 7, max_tokens=5, stop=("x",), ignore_eos=True))
+    sent = Open(1, (1, 2), SamplingParams(0.5, 3, 0.9, 0.1, 7, max_tokens=5, stop=("x",), logprobs=2))
     assert decode_down(encode_down([sent])[0]) == [Open(1, (1, 2), SamplingParams(0.5, 3, 0.9, 0.1, 7))]
     unlimited = Open(1, (), SamplingParams(top_k=2**40))
     assert decode_down(encode_down([unlimited])[0]) == [Open(1, (), SamplingParams(top_k=2**32 - 1))]
+
+
+def test_every_processor_crosses() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=((3, -100.0), (7, 0.5)),
+        min_tokens=4,
+        stop_token_ids=(9, 11),
+        bad_words=((1, 2), (3,)),
+        grammar=Grammar("regex", "[a-z]+"),
+    )
+    opened = Open(1, (1, 2), params, prompt=1)
+    assert decode_down(encode_down([opened])[0]) == [opened]
+    ends = Open(1, (1, 2), SamplingParams(ignore_eos=True), prompt=2)
+    assert decode_down(encode_down([ends])[0]) == [ends]
 
 
 def test_decoded_arrays_cannot_be_written() -> None:
@@ -138,7 +156,7 @@ def growths_frame(**changes: Any) -> bytes:
 
 
 def open_frame(**changes: Any) -> bytes:
-    fields = {"temperature": 0.5, "top_p": 1.0}
+    fields = {"temperature": 0.5, "top_p": 1.0, "repetition_penalty": 1.0}
     return pb.Down(open=pb.Open(session=1, tokens=[1], sampling=pb.Sampling(**(fields | changes)))).SerializeToString()
 
 
@@ -204,6 +222,14 @@ def test_malformed_growths(changes: dict[str, Any]) -> None:
         {"top_p": 1.5},
         {"min_p": float("nan")},
         {"seed": 2**63},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("nan")},
+        {"bias_tokens": [1, 2], "biases": [0.5]},
+        {"bad_words": [1, 2], "bad_word_lengths": [1]},
+        {"bad_words": [1, 2], "bad_word_lengths": [2, 0]},
+        {"grammar": pb.Grammar(kind="prose", text="x")},
+        {"grammar": pb.Grammar(kind="regex")},
+        {"stop_tokens": [1] * 4097},
     ],
 )
 def test_sampling_out_of_range(changes: dict[str, Any]) -> None:

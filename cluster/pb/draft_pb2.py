@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63luster/pb/draft.proto\x12\x0bpaceline.v1\"\xa4\x01\n\x04\x44own\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.paceline.v1.OpenH\x00\x12\'\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x14.paceline.v1.CommitsH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.paceline.v1.RenewH\x00\x12#\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x12.paceline.v1.CloseH\x00\x42\x06\n\x04\x62ody\"T\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.paceline.v1.Sampling\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\x83\x01\n\x07\x43ommits\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x07lengths\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x12\n\x06\x63ounts\x18\x04 \x03(\rB\x02\x10\x01\x12\x12\n\x06tokens\x18\x05 \x03(\rB\x02\x10\x01\x12\x14\n\x08mirrored\x18\x06 \x03(\x08\x42\x02\x10\x01\"\x1d\n\x05Renew\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\"\x1d\n\x05\x43lose\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\"e\n\x02Up\x12\'\n\x07growths\x18\x01 \x01(\x0b\x32\x14.paceline.v1.GrowthsH\x00\x12.\n\x0bneed_prefix\x18\x02 \x01(\x0b\x32\x17.paceline.v1.NeedPrefixH\x00\x42\x06\n\x04\x62ody\"\xa5\x01\n\x07Growths\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\x12\x18\n\x0c\x62\x61se_lengths\x18\x02 \x03(\rB\x02\x10\x01\x12\x14\n\x0c\x62\x61se_digests\x18\x03 \x01(\x0c\x12\x12\n\x06\x63ounts\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x07parents\x18\x05 \x03(\x11\x42\x02\x10\x01\x12\x12\n\x06tokens\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0b\x63onfidences\x18\x07 \x03(\x02\x42\x02\x10\x01\"\"\n\nNeedPrefix\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\x32\x43\n\x0c\x44raftService\x12\x33\n\tSpeculate\x12\x11.paceline.v1.Down\x1a\x0f.paceline.v1.Up(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63luster/pb/draft.proto\x12\x0bpaceline.v1\"\xa4\x01\n\x04\x44own\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.paceline.v1.OpenH\x00\x12\'\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x14.paceline.v1.CommitsH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.paceline.v1.RenewH\x00\x12#\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x12.paceline.v1.CloseH\x00\x42\x06\n\x04\x62ody\"d\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\x0e\n\x06prompt\x18\x04 \x01(\r\"\xf5\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x17\n\x0b\x62ias_tokens\x18\t \x03(\rB\x02\x10\x01\x12\x12\n\x06\x62iases\x18\n \x03(\x01\x42\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x17\n\x0bstop_tokens\x18\x0c \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\tbad_words\x18\x0e \x03(\rB\x02\x10\x01\x12\x1c\n\x10\x62\x61\x64_word_lengths\x18\x0f \x03(\rB\x02\x10\x01\x12%\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.paceline.v1.Grammar\"%\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x83\x01\n\x07\x43ommits\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x07lengths\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x12\n\x06\x63ounts\x18\x04 \x03(\rB\x02\x10\x01\x12\x12\n\x06tokens\x18\x05 \x03(\rB\x02\x10\x01\x12\x14\n\x08mirrored\x18\x06 \x03(\x08\x42\x02\x10\x01\"\x1d\n\x05Renew\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\"\x1d\n\x05\x43lose\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\"e\n\x02Up\x12\'\n\x07growths\x18\x01 \x01(\x0b\x32\x14.paceline.v1.GrowthsH\x00\x12.\n\x0bneed_prefix\x18\x02 \x01(\x0b\x32\x17.paceline.v1.NeedPrefixH\x00\x42\x06\n\x04\x62ody\"\xa5\x01\n\x07Growths\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\x12\x18\n\x0c\x62\x61se_lengths\x18\x02 \x03(\rB\x02\x10\x01\x12\x14\n\x0c\x62\x61se_digests\x18\x03 \x01(\x0c\x12\x12\n\x06\x63ounts\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x07parents\x18\x05 \x03(\x11\x42\x02\x10\x01\x12\x12\n\x06tokens\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0b\x63onfidences\x18\x07 \x03(\x02\x42\x02\x10\x01\"\"\n\nNeedPrefix\x12\x14\n\x08sessions\x18\x01 \x03(\x04\x42\x02\x10\x01\x32\x43\n\x0c\x44raftService\x12\x33\n\tSpeculate\x12\x11.paceline.v1.Down\x1a\x0f.paceline.v1.Up(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPEN'].fields_by_name['tokens']._loaded_options = None
   _globals['_OPEN'].fields_by_name['tokens']._serialized_options = b'\020\001'
+  _globals['_SAMPLING'].fields_by_name['bias_tokens']._loaded_options = None
+  _globals['_SAMPLING'].fields_by_name['bias_tokens']._serialized_options = b'\020\001'
+  _globals['_SAMPLING'].fields_by_name['biases']._loaded_options = None
+  _globals['_SAMPLING'].fields_by_name['biases']._serialized_options = b'\020\001'
+  _globals['_SAMPLING'].fields_by_name['stop_tokens']._loaded_options = None
+  _globals['_SAMPLING'].fields_by_name['stop_tokens']._serialized_options = b'\020\001'
+  _globals['_SAMPLING'].fields_by_name['bad_words']._loaded_options = None
+  _globals['_SAMPLING'].fields_by_name['bad_words']._serialized_options = b'\020\001'
+  _globals['_SAMPLING'].fields_by_name['bad_word_lengths']._loaded_options = None
+  _globals['_SAMPLING'].fields_by_name['bad_word_lengths']._serialized_options = b'\020\001'
   _globals['_COMMITS'].fields_by_name['sessions']._loaded_options = None
   _globals['_COMMITS'].fields_by_name['sessions']._serialized_options = b'\020\001'
   _globals['_COMMITS'].fields_by_name['lengths']._loaded_options = None
@@ -64,21 +74,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DOWN']._serialized_start=40
   _globals['_DOWN']._serialized_end=204
   _globals['_OPEN']._serialized_start=206
-  _globals['_OPEN']._serialized_end=290
-  _globals['_SAMPLING']._serialized_start=292
-  _globals['_SAMPLING']._serialized_end=382
-  _globals['_COMMITS']._serialized_start=385
-  _globals['_COMMITS']._serialized_end=516
-  _globals['_RENEW']._serialized_start=518
-  _globals['_RENEW']._serialized_end=547
-  _globals['_CLOSE']._serialized_start=549
-  _globals['_CLOSE']._serialized_end=578
-  _globals['_UP']._serialized_start=580
-  _globals['_UP']._serialized_end=681
-  _globals['_GROWTHS']._serialized_start=684
-  _globals['_GROWTHS']._serialized_end=849
-  _globals['_NEEDPREFIX']._serialized_start=851
-  _globals['_NEEDPREFIX']._serialized_end=885
-  _globals['_DRAFTSERVICE']._serialized_start=887
-  _globals['_DRAFTSERVICE']._serialized_end=954
+  _globals['_OPEN']._serialized_end=306
+  _globals['_SAMPLING']._serialized_start=309
+  _globals['_SAMPLING']._serialized_end=682
+  _globals['_GRAMMAR']._serialized_start=684
+  _globals['_GRAMMAR']._serialized_end=721
+  _globals['_COMMITS']._serialized_start=724
+  _globals['_COMMITS']._serialized_end=855
+  _globals['_RENEW']._serialized_start=857
+  _globals['_RENEW']._serialized_end=886
+  _globals['_CLOSE']._serialized_start=888
+  _globals['_CLOSE']._serialized_end=917
+  _globals['_UP']._serialized_start=919
+  _globals['_UP']._serialized_end=1020
+  _globals['_GROWTHS']._serialized_start=1023
+  _globals['_GROWTHS']._serialized_end=1188
+  _globals['_NEEDPREFIX']._serialized_start=1190
+  _globals['_NEEDPREFIX']._serialized_end=1224
+  _globals['_DRAFTSERVICE']._serialized_start=1226
+  _globals['_DRAFTSERVICE']._serialized_end=1293
 # @@protoc_insertion_point(module_scope)

@@ -10,8 +10,11 @@ from engine.types import SamplingParams
 class Drafter(Protocol):
     """Grows the token tree of each of its sessions. A session is named by an integer that its owner mints."""
 
-    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
-        """Holds a session for a prefix (at least one token); raises PoolExhausted when there is no room."""
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
+        """Holds a session for a prefix (at least one token), whose first `prompt` tokens, or all, are the prompt.
+
+        Raises PoolExhausted when there is no room, InvalidRequest for a grammar that can't be used.
+        """
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """Appends newly committed tokens (at least one) and moves the tree's root along them."""

@@ -9,13 +9,17 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from engine import sampling
 from engine.attention import SequenceRows, chain_rows
 from engine.drafters.ngram import LONGEST, NgramIndex, hang
+from engine.grammar import Vocabulary
 from engine.kv import Lease
 from engine.noise import NoiseRows
+from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
+from engine.step import end_tokens
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
 from engine.types import SamplingParams
 
@@ -53,6 +57,7 @@ class _Session:
         self.free_slots: list[int] = tree_lease.slots.tolist()
         self.tree = TokenTree(tokens[-1], capacity)
         self.noise: NoiseRows | None = None  # of a session that is not greedy
+        self.processors: Processors | None = None
         self.index = NgramIndex(tokens)
         self.guess: tuple[int, int] | None = None  # the last lookup: tokens matched, the token that followed
 
@@ -65,17 +70,31 @@ class _Session:
 class ModelDrafter:
     """Implements Drafter with a ModelRunner."""
 
-    def __init__(self, runner: ModelRunner, growing: Growing | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, growing: Growing | None = None, tokenizer: PreTrainedTokenizerFast | None = None
+    ) -> None:
+        """tokenizer: without it, sessions with a grammar are guessed at as if they had none."""
         self._runner = runner
+        self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
         self._silence = torch.zeros(runner.vocab_size, device=runner.device)
         # how often a lookup was right, by whether the session is greedy and by the length of the match
         self._trust = {greedy: [_TRUST] * (LONGEST + 1) for greedy in (True, False)}
 
-    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
         self.close(session)
+        if self._vocabulary is None:
+            params = replace(params, grammar=None)
+        processors = make_processors(
+            params,
+            tokens,
+            len(tokens) if prompt is None else prompt,
+            end_tokens(params, self._runner),
+            self._runner.vocab_size,
+            self._vocabulary,
+        )
         pool, growing = self._runner.pool, self._growing
         lease = pool.lease(len(tokens))
         try:
@@ -86,6 +105,7 @@ class ModelDrafter:
         held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes)
         if params.temperature > 0:
             held.noise = NoiseRows(params.seed, self._runner.vocab_size, self._runner.device)
+        held.processors = processors
         self._sessions[session] = held
         self._look_up(held)
 
@@ -105,6 +125,8 @@ class ModelDrafter:
         held.free_slots.extend(moved.path_slots + moved.freed_slots)
         if held.noise is not None:
             held.noise.forget_before(len(held.tokens))
+        if held.processors is not None:
+            held.processors.extend(tokens)
         self._learn_from(held, tokens[0])
         held.index.extend(tokens)
         self._look_up(held)
@@ -208,6 +230,8 @@ class ModelDrafter:
         """Adds the likeliest children of every expanded node."""
         held = [self._sessions[session] for session, _ in places]
         params = [session.params for session in held]
+        if any(session.processors for session in held):
+            logits = self._process(places, logits)
         noise = self._noise(places) if any(session.noise for session in held) else None
         tokens, confidences = sampling.propose(logits, params, noise, self._growing.children)
         new: dict[int, tuple[list[int], list[int], list[float]]] = {}
@@ -223,6 +247,16 @@ class ModelDrafter:
             tree = self._sessions[session].tree
             tree.expanded[parents] = True
             tree.add_many(parents, children, given)
+
+    def _process(self, places: list[tuple[int, int]], logits: torch.Tensor) -> torch.Tensor:
+        """The logits [n, vocab_size] after the processors of the sessions that have any."""
+        parts = list(logits.split(1))
+        for row, (session, node) in enumerate(places):
+            held = self._sessions[session]
+            if held.processors is not None and node >= 0:
+                path = held.tree.token[held.tree.lineage(node)[1:]].tolist()
+                parts[row] = held.processors.apply(parts[row], [path])
+        return torch.cat(parts)
 
     def _noise(self, places: list[tuple[int, int]]) -> torch.Tensor:
         """The noise of the token after each node, float32 [n, vocab_size]; zeros for greedy sessions."""

@@ -61,7 +61,7 @@ class NgramDrafter:
         self._longest = longest
         self._sessions: dict[int, _Session] = {}
 
-    def open(self, session: int, tokens: Sequence[int], params: SamplingParams) -> None:
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
         self._sessions[session] = _Session(tokens, self._length + 1, self._longest)
 

@@ -1,0 +1,80 @@
+"""Output that follows a grammar: which tokens may come next, at the end of a text or at any node of a token tree.
+
+xgrammar compiles and matches (Dong et al. 2024, https://arxiv.org/abs/2411.15100); its matcher goes down a path of the tree
+and rolls back.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+import xgrammar
+from transformers import PreTrainedTokenizerFast
+
+from engine.types import Grammar, InvalidRequest
+
+_CACHE_BYTES = 256 * 1024 * 1024  # of compiled grammars
+_MOST_WHITESPACE = 24  # characters in a row in JSON: small models would go on with it for ever
+_WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.\w+:\d+: ")  # in front of xgrammar's messages
+
+
+class Vocabulary:
+    """A model's tokenizer and the grammars compiled for it. `vocab_size`: of the model, which may be more."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiler: xgrammar.GrammarCompiler | None = None
+
+    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """Raises InvalidRequest for a grammar that makes no sense. Equal grammars are compiled once."""
+        if self._compiler is None:  # reading a vocabulary takes long, and few models are asked for grammars
+            info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=self._vocab_size)
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+        try:
+            match grammar.kind:
+                case "json_object" | "json_schema":
+                    schema = grammar.text or '{"type": "object"}'
+                    return self._compiler.compile_json_schema(schema, max_whitespace_cnt=_MOST_WHITESPACE)
+                case "regex":
+                    return self._compiler.compile_regex(grammar.text)
+                case "ebnf":
+                    return self._compiler.compile_grammar(grammar.text)
+        except (RuntimeError, ValueError) as error:
+            message = _WHERE.sub("", " ".join(str(error).split()))
+            raise InvalidRequest("grammar", f"the {grammar.kind} can't be used: {message[:300]}") from error
+
+
+class GrammarState:
+    """How far one output has come in its grammar."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, ends: set[int], vocab_size: int) -> None:
+        """ends: the tokens that may come once the grammar is complete."""
+        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends) or None)
+        self._vocab_size = vocab_size
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Takes committed tokens; what does not follow the grammar is for the caller to prevent."""
+        for token in tokens:
+            if self._matcher.is_terminated() or not self._matcher.accept_token(token):
+                return
+
+    def mask(self, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """Sets what may not come to -inf, in place. logits: float32 [n, vocab_size], each behind its path below the end.
+
+        Rows behind a path that breaks the grammar, which can't be reached, stay as they are.
+        """
+        allowed = xgrammar.allocate_token_bitmask(len(paths), self._vocab_size)
+        for row, path in enumerate(paths):
+            self._fill(allowed, row, path)
+        xgrammar.apply_token_bitmask_inplace(logits, allowed.to(logits.device))
+
+    def _fill(self, allowed: torch.Tensor, row: int, path: Sequence[int]) -> None:
+        matcher, taken = self._matcher, 0
+        for token in path:
+            if matcher.is_terminated() or not matcher.accept_token(token):
+                break
+            taken += 1
+        if taken == len(path) and not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(allowed, row)
+        matcher.rollback(taken)
