@@ -33,12 +33,14 @@ from engine.types import (
     Commit,
     Down,
     GenerationRequest,
+    Grammar,
     Growth,
     InvalidRequest,
     NeedPrefix,
     Open,
     SamplingParams,
     TokenChunk,
+    TokenLogprobs,
     Up,
 )
 from engine.windows import FixedChain, FixedTree
@@ -73,6 +75,7 @@ class Stream:
     def __init__(self, request: GenerationRequest, on_chunk: Callable[["Stream"], None] = lambda stream: None) -> None:
         self.request = request
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.guessed = 0  # tokens that a draft guessed
         self.last: TokenChunk | None = None
         self._on_chunk = on_chunk
@@ -83,6 +86,7 @@ class Stream:
         assert chunk.request_id == self.request.request_id
         assert len(chunk.tokens) == len(chunk.origins)
         self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
         self.guessed += chunk.origins.count("draft")
         if chunk.finish_reason is not None:
             self.last = chunk
@@ -774,3 +778,39 @@ def test_stop_strings_end_streams(
         assert stream.end().finish_reason == "stop"
         assert stream.tokens == alone.tokens == tokens[: len(alone.tokens)]
         assert len(stream.tokens) <= 12
+
+
+def test_processed_streams_equal_plain_decoding(
+    target: ModelRunner, draft: ModelRunner, tokenizer: PreTrainedTokenizerFast, case: MakeCase
+) -> None:
+    """Every processor crosses the link; log probabilities come with their tokens."""
+    shapes = [
+        SamplingParams(1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.2, logprobs=2),
+        SamplingParams(0.0, logit_bias=((199, -3.0),), bad_words=((11,), (14, 283)), min_tokens=8, logprobs=0),
+        SamplingParams(0.8, top_p=0.9, grammar=Grammar("regex", "[a-z_]{2,9}[.][a-z]{3,12}")),
+    ]
+    requests = [
+        replace(request, params=replace(shape, seed=seed, max_tokens=TOKENS))
+        for seed, (request, shape) in enumerate(zip(case().requests, shapes, strict=False))
+    ]
+    alone = decode(target, requests, tokenizer=tokenizer)
+    drafter = ModelDrafter(draft, tokenizer=tokenizer)
+    with drafting(drafter) as drafts, serving(target, tokenizer=tokenizer) as replica, over_grpc(replica, drafts):
+        streams = submit(replica, requests)
+        assert [stream.end().finish_reason for stream in streams] == [each.finish_reason for each in alone]
+        assert [stream.tokens for stream in streams] == [each.tokens for each in alone]
+        assert [stream.logprobs for stream in streams] == [each.logprobs for each in alone]
+        assert sum(stream.guessed for stream in streams) > 0
+
+
+def test_a_request_that_allows_no_token_ends_with_an_error(
+    target: ModelRunner, draft: ModelRunner, tokenizer: PreTrainedTokenizerFast, case: MakeCase
+) -> None:
+    wanted = case()[:2]
+    bad = tuple((tokenizer(word)["input_ids"][0],) for word in ("y", "ye", "yes"))
+    params = SamplingParams(grammar=Grammar("regex", "yes"), bad_words=bad)
+    with drafting(ModelDrafter(draft)) as drafts, serving(target, tokenizer=tokenizer) as each, memory(each, drafts):
+        streams = submit(each, wanted.requests)
+        (stuck,) = submit(each, [GenerationRequest("stuck", (5, 6), params)])
+        assert (stuck.end().finish_reason, stuck.tokens) == ("error", [])
+        assert outputs(streams) == wanted.expected
