@@ -225,6 +225,66 @@ def train(
 
 
 @app.command()
+def distill(
+    out: Annotated[Path, typer.Option(help="folder that gets the new draft")],
+    target: TargetOption = MODELS / "code-target",
+    draft: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="where the draft starts from, if not the bundled one", show_default=False),
+    ] = MODELS / "code-draft",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="decoder layers of the new draft", show_default="as many as it has")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 3200,
+    batch_size: Annotated[int, typer.Option(min=2, help="windows per step, half of them the target's own text")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=64, help="tokens per window")] = 256,
+    own_windows: Annotated[int, typer.Option(min=2, help="windows that the target writes before the training")] = 4096,
+    learning_rate: Annotated[float, typer.Option(min=0, help="peak; the schedule is a cosine")] = 2e-3,
+    seed: Annotated[int, typer.Option(min=0, help="of texts and batches")] = 0,
+    work: Annotated[Path, typer.Option(help="folder of the state from which a run resumes")] = Path("build/distill"),
+) -> None:
+    """Makes a draft guess its target better: trains it on the text that the target itself writes, and on the corpus.
+
+    The corpus is Python's standard library, so the target should be one of Python code.
+
+    Interrupt it at any time: the same command goes on from the last saved step.
+
+    [dim]Example[/dim]
+
+      paceline distill --out build/draft --layers 3
+    """
+    with one_line_errors():
+        check_models(target, draft)
+        from transformers.utils import logging as transformers_logging
+
+        from engine.distill import DistillConfig
+        from engine.distill import distill as run
+
+        transformers_logging.disable_progress_bar()
+        figures = run(
+            DistillConfig(
+                target,
+                draft,
+                out,
+                work,
+                layers=layers,
+                steps=steps,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                own_windows=own_windows,
+                learning_rate=learning_rate,
+                seed=seed,
+            )
+        )
+    if figures:
+        agreement = (
+            f"{figures['held_out_agreement']:.3f} on held-out files, {figures['own_agreement']:.3f} on its own text"
+        )
+        typer.echo(f"agreement with the target: {agreement}")
+    typer.echo(f"written: {out}")
+
+
+@app.command()
 def expand(
     model: Annotated[Path, typer.Argument(help="checkpoint folder of a Llama-family model")],
     layers: Annotated[int, typer.Option(min=1, help="decoder layers of the new model")],

@@ -1,0 +1,224 @@
+"""Distils a draft further from a target that exists: on the corpus, and on the text that the target itself writes.
+
+What a draft has to guess when it works is the target's own text, sampled and greedy, not the corpus. Training on the
+student's or teacher's own output instead of given text alone is what DistillSpec (Zhou et al. 2023,
+https://arxiv.org/abs/2310.08461) found to raise acceptance most.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from engine.expand import expand
+from engine.text import load_tokenizer
+from engine.train import corpus_files, has_fast_bf16, learning_rate, make_optimizer, read_texts, tokenize
+
+_SHORTEST_PREFIX = 32  # tokens of the corpus before the target's own
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """The recipe. Equal configurations on equal software give equal weights, interrupted or not."""
+
+    target: Path
+    draft: Path  # where the draft starts from
+    out: Path
+    work: Path = Path("build/distill")  # the target's text and the state that makes a run resumable
+    layers: int | None = None  # of the new draft; None: as many as it has
+    steps: int = 4000
+    batch_size: int = 8  # windows per step; every other one is the target's own text
+    sequence_length: int = 256  # tokens per window
+    own_windows: int = 4096  # windows of the target's own text, half of them sampled (T = 1), half greedy
+    generation_batch: int = 64
+    learning_rate: float = 2e-3  # peak
+    warmup_steps: int = 100
+    seed: int = 0
+    eval_every: int = 200
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def recipe(self) -> dict[str, int | float | None]:
+        """What must be equal for a state to be continued."""
+        names = (
+            "layers",
+            "steps",
+            "batch_size",
+            "sequence_length",
+            "own_windows",
+            "learning_rate",
+            "warmup_steps",
+            "seed",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def distill(config: DistillConfig) -> dict[str, float]:
+    """Trains or resumes the draft and writes it to `config.out`; returns the held-out figures.
+
+    Raises ValueError when the state belongs to another recipe, ModelError when a checkpoint can't be used.
+    """
+    tokenizer = load_tokenizer(config.target)
+    training, held_out = (tokenize(tokenizer, read_texts(files)) for files in corpus_files())
+    target = load(config.target, config.device).requires_grad_(False)
+    with Progress(*_COLUMNS, TimeRemainingColumn()) as progress:
+        own = own_text(target, training, config.own_windows, "own", config, progress)
+        tests = {"held_out": windows_of(held_out, config, min(32, config.own_windows))}
+        tests["own"] = own_text(target, held_out, min(64, config.own_windows), "own-held-out", config, progress)
+        draft = load(first_draft(config), config.device)
+        optimizer = make_optimizer(draft)
+        step = restore(draft, optimizer, config)
+        bar = progress.add_task("distilling", total=config.steps, completed=step)
+        figures: dict[str, float] = {}
+        while step < config.steps:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, config)
+            divergence, _ = compare(target, draft, batch_at(step, training, own, config))
+            divergence.backward()
+            torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            progress.update(bar, completed=step, description=f"distilling, kl {divergence.item():.3f}")
+            if step % config.eval_every == 0 or step == config.steps:
+                figures = {"steps": step} | evaluate(target, draft, tests)
+                progress.console.print(f"step {step}: {figures}")
+                save(draft, optimizer, step, config)
+                export(draft, tokenizer, figures, config)
+    return figures
+
+
+def load(path: Path, device: str) -> Any:
+    """The checkpoint in float32, to be trained or to be asked."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    return model.to(device)
+
+
+def first_draft(config: DistillConfig) -> Path:
+    """The checkpoint to start from: the draft, or the draft with further layers that add nothing yet."""
+    if config.layers is None:
+        return config.draft
+    deeper = config.work / "draft"
+    expand(config.draft, config.layers, deeper)
+    return deeper
+
+
+def own_text(
+    target: Any, data: torch.Tensor, count: int, name: str, config: DistillConfig, progress: Progress
+) -> torch.Tensor:
+    """`count` windows [count, sequence_length + 1]: prefixes from `data`, of random lengths, as the target continues them.
+
+    Every other batch is sampled, the others are greedy. Kept in the work folder, for a run that was interrupted.
+    """
+    saved = config.work / f"{name}.pt"
+    if saved.exists():
+        kept: torch.Tensor = torch.load(saved, weights_only=True)
+        return kept.to(torch.int64)
+    generator = torch.Generator().manual_seed(config.seed)
+    torch.manual_seed(config.seed)
+    length = config.sequence_length + 1
+    bar = progress.add_task("the target writes", total=count)
+    windows: list[torch.Tensor] = []
+    while sum(map(len, windows)) < count:
+        rows = min(config.generation_batch, count // 2 or 1)
+        prefix = int(torch.randint(_SHORTEST_PREFIX, length * 2 // 3, (1,), generator=generator))
+        starts = torch.randint(0, len(data) - length, (rows,), generator=generator).tolist()
+        prompts = torch.stack([data[start : start + prefix] for start in starts]).to(config.device)
+        sampled = dict(do_sample=True, temperature=1.0, top_k=0) if len(windows) % 2 else dict(do_sample=False)
+        texts = target.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_length=length,
+            eos_token_id=None,
+            pad_token_id=0,
+            **sampled,
+        )
+        windows.append(texts.cpu())
+        progress.update(bar, advance=rows)
+    progress.remove_task(bar)
+    text = torch.cat(windows)[:count]
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    temporary = saved.with_suffix(".tmp")
+    torch.save(text.to(torch.int32), temporary)
+    temporary.replace(saved)
+    return text
+
+
+def windows_of(data: torch.Tensor, config: DistillConfig, count: int) -> torch.Tensor:
+    """At most `count` windows [count, sequence_length + 1], evenly spread over `data`."""
+    length = config.sequence_length + 1
+    windows = data[: len(data) // length * length].view(-1, length)
+    return windows[:: max(1, len(windows) // count)][:count]
+
+
+def batch_at(step: int, data: torch.Tensor, own: torch.Tensor, config: DistillConfig) -> torch.Tensor:
+    """The step's windows [batch_size, sequence_length + 1]: a function of (seed, step), so a run can resume."""
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    half = config.batch_size // 2
+    length = config.sequence_length + 1
+    starts = torch.randint(0, len(data) - length, (config.batch_size - half,), generator=generator).tolist()
+    given = torch.stack([data[start : start + length] for start in starts])
+    written = own[torch.randint(0, len(own), (half,), generator=generator)]
+    return torch.cat([given, written]).to(config.device)
+
+
+def compare(target: Any, draft: Any, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the draft's KL from the target in nats per token, where both argmaxes agree: bool [windows, tokens])."""
+    inputs = batch[:, :-1]
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=has_fast_bf16(batch.device.type)):
+        with torch.no_grad():
+            teacher = target(input_ids=inputs, use_cache=False).logits.float()
+        student = draft(input_ids=inputs, use_cache=False).logits.float()
+    divergence = F.kl_div(
+        F.log_softmax(student, -1).flatten(0, 1),
+        F.log_softmax(teacher, -1).flatten(0, 1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    return divergence, teacher.argmax(-1) == student.argmax(-1)
+
+
+@torch.no_grad()
+def evaluate(target: Any, draft: Any, tests: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Per set of windows: KL in nats per token, and the share of positions at which both have the same likeliest token."""
+    figures: dict[str, float] = {}
+    for name, windows in tests.items():
+        parts = [compare(target, draft, part.to(target.device)) for part in windows.split(8)]
+        figures[f"{name}_kl"] = round(float(torch.stack([part[0] for part in parts]).mean()), 4)
+        figures[f"{name}_agreement"] = round(float(torch.cat([part[1] for part in parts]).float().mean()), 4)
+    return figures
+
+
+def save(draft: Any, optimizer: torch.optim.Optimizer, step: int, config: DistillConfig) -> None:
+    """Writes the state atomically, so that an interruption at any moment can be resumed."""
+    temporary = config.work / "state.tmp"
+    state = {"step": step, "recipe": config.recipe(), "draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, temporary)
+    temporary.replace(config.work / "state.pt")
+
+
+def restore(draft: Any, optimizer: torch.optim.Optimizer, config: DistillConfig) -> int:
+    """Loads the state, if there is one; returns the first step to run."""
+    path = config.work / "state.pt"
+    if not path.exists():
+        return 0
+    state = torch.load(path, map_location=config.device, weights_only=True)
+    if state["recipe"] != config.recipe():
+        raise ValueError(f"{path} was written by another recipe: {state['recipe']}; delete it to start anew")
+    draft.load_state_dict(state["draft"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def export(draft: Any, tokenizer: PreTrainedTokenizerFast, figures: dict[str, float], config: DistillConfig) -> None:
+    """Writes the draft as an ordinary bfloat16 safetensors checkpoint with its tokenizer and figures."""
+    copy = type(draft)(draft.config)
+    copy.load_state_dict(draft.state_dict())
+    copy.to(torch.bfloat16).save_pretrained(config.out)
+    tokenizer.save_pretrained(config.out)
+    (config.out / "distillation.json").write_text(json.dumps(config.recipe() | figures, indent=1) + "\n")

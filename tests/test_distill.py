@@ -1,0 +1,89 @@
+"""Distilling: the draft comes nearer to its target, and an interrupted run ends with the weights of a whole one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import distill, train
+from engine.distill import DistillConfig
+from engine.runner import ModelRunner
+from tests import exact
+
+
+@pytest.fixture(autouse=True)
+def _small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, held_out = train.corpus_files()
+    small = sorted(training, key=lambda path: path.stat().st_size)[-40:-39]
+    monkeypatch.setattr(distill, "corpus_files", lambda: (small, held_out[:2]))
+
+
+def at(folder: Path, **changes: Any) -> DistillConfig:
+    config = DistillConfig(
+        exact.TARGET,
+        exact.DRAFT,
+        folder / "out",
+        folder / "work",
+        steps=4,
+        batch_size=2,
+        sequence_length=64,
+        own_windows=4,
+        warmup_steps=2,
+        eval_every=2,
+        device="cpu",
+    )
+    return replace(config, **changes)
+
+
+def weights(config: DistillConfig) -> bytes:
+    return (config.out / "model.safetensors").read_bytes()
+
+
+def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = at(tmp_path / "whole"), at(tmp_path / "parts")
+    figures = distill.distill(whole)
+    batch_at = distill.batch_at
+
+    def interrupted(step: int, *rest: Any) -> torch.Tensor:
+        if step == 3:
+            raise KeyboardInterrupt
+        return batch_at(step, *rest)
+
+    monkeypatch.setattr(distill, "batch_at", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        distill.distill(parts)
+    assert weights(parts) != weights(whole)
+    monkeypatch.setattr(distill, "batch_at", batch_at)
+    assert distill.distill(parts) == figures
+    assert weights(parts) == weights(whole)
+    assert json.loads((whole.out / "distillation.json").read_text())["steps"] == 4
+    assert ModelRunner(whole.out, dtype="float32", kv_tokens=64).vocab_size == 4096
+    with pytest.raises(ValueError, match="another recipe"):
+        distill.distill(replace(whole, seed=1))
+
+
+def test_the_draft_comes_nearer_to_the_target(tmp_path: Path) -> None:
+    """On the text that it was trained on."""
+    config = at(tmp_path, steps=12, warmup_steps=1, learning_rate=1e-3)
+    distill.distill(config)
+    own = torch.load(config.work / "own.pt", weights_only=True).to(torch.int64)
+    assert own.shape == (4, 65)
+    target = distill.load(config.target, "cpu")
+    before, after = (
+        distill.evaluate(target, distill.load(path, "cpu"), {"own": own})["own_kl"]
+        for path in (config.draft, config.out)
+    )
+    assert after < before
+
+
+def test_added_layers_change_nothing_before_they_are_trained(tmp_path: Path) -> None:
+    config = at(tmp_path, layers=3)
+    tokens = torch.arange(40)[None]
+    deeper, draft = (distill.load(path, "cpu") for path in (distill.first_draft(config), config.draft))
+    assert deeper.config.num_hidden_layers == 3
+    torch.testing.assert_close(deeper(tokens).logits, draft(tokens).logits)
