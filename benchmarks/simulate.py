@@ -156,12 +156,17 @@ class Draft:
 
 
 def simulate(
-    request: GenerationRequest, output: list[int], drafter: ModelDrafter, costs: Costs, window: GoodputWindow
+    request: GenerationRequest,
+    output: list[int],
+    drafter: ModelDrafter,
+    costs: Costs,
+    window: GoodputWindow,
+    lookup: int,
 ) -> Figures:
     """One request whose output is known."""
     figures = Figures()
     draft = Draft(drafter, costs, figures)
-    target = TargetState(MAX_TOKEN_ID)
+    target = TargetState(MAX_TOKEN_ID, lookup=lookup)
     target.draft_joined(STREAM)
     session = target.session_opened(request.prompt, request.params)
     now, done = 0.0, 0
@@ -229,6 +234,7 @@ def main(
     overhead_ms: Annotated[float, typer.Option(help="milliseconds of the target beside its forward pass")] = 0.9,
     latency_ms: Annotated[float, typer.Option(help="milliseconds of a message")] = 0.35,
     patience_ms: Annotated[float, typer.Option(help="milliseconds a miss may wait")] = 0.0,
+    lookup: Annotated[int, typer.Option(help="tokens that the target looks up by itself")] = 8,
     rows: Annotated[int, typer.Option(help="nodes expanded per draft step")] = GROWING.rows,
     children: Annotated[int, typer.Option(help="children kept of each")] = GROWING.children,
 ) -> None:
@@ -253,7 +259,7 @@ def main(
             params = SamplingParams(temperature, seed=index, max_tokens=tokens, ignore_eos=True)
             request = GenerationRequest(str(index), prompt, params)
             output = _known_output(target_runner, request)
-            figures = simulate(request, output, drafter, costs, window)
+            figures = simulate(request, output, drafter, costs, window, lookup)
             if index:
                 total = Figures(**{name: getattr(total, name) + getattr(figures, name) for name in vars(total)})
         columns.append(total.row())

@@ -50,6 +50,7 @@ class TargetConfig:
     max_batch: int = 64
     window: WindowName = "goodput"
     window_size: int = 31  # draft tokens per step: the most for goodput, exactly so many otherwise
+    lookup: int = 8  # tokens looked up after each step, which drafts can't be faster with; 0: none
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
 
 
@@ -119,6 +120,7 @@ class TargetActor:
             replica=index + 1,
             max_batch=config.max_batch,
             flush_s=config.flush_s,
+            lookup=config.lookup,
             on_step=cost.observe,
         )
         self._linked: dict[str, Any] = {}  # links by draft name

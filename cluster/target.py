@@ -63,9 +63,12 @@ class TargetReplica:
         replica: int = 0,
         max_batch: int = 64,
         flush_s: float = 0.0,
+        lookup: int = 0,
         on_step: Callable[[int, float], None] | None = None,
     ) -> None:
         """window: what is verified. flush_s: tokens are handed out at most this often per request.
+
+        lookup: tokens that are looked up in the text so far after each step, beside what drafts guess.
 
         on_step(rows, milliseconds): called after each step, for the cost model.
         """
@@ -77,7 +80,7 @@ class TargetReplica:
         self._max_batch = max_batch
         self._flush_s = flush_s
         self._on_step = on_step
-        self._state = TargetState(runner.vocab_size, replica)
+        self._state = TargetState(runner.vocab_size, replica, lookup)
         self._patience = Patience()
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.drafters.ngram import Earned, Lookup
 from engine.kv import HandleChain
 from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
@@ -36,14 +37,20 @@ class _Session:
     tokens: list[int]
     chain: HandleChain
     mirror: TokenTree
+    lookup: Lookup
     draft: int | None = None
 
 
 class TargetState:
     """All sessions of one target replica, and the drafts they are given to."""
 
-    def __init__(self, vocab_size: int, replica: int = 0) -> None:
-        """replica: distinguishes this replica's session ids from those of others on the same draft."""
+    def __init__(self, vocab_size: int, replica: int = 0, lookup: int = 0) -> None:
+        """replica: distinguishes this replica's session ids from those of others on the same draft.
+
+        lookup: how many tokens the mirrors get at once where the text repeats itself, before the draft has said anything.
+        """
+        self._lookup = lookup
+        self._earned = Earned()
         self._vocab_size = vocab_size
         self._next_session = replica << SESSION_BITS
         self._sessions: dict[int, _Session] = {}
@@ -73,22 +80,30 @@ class TargetState:
         session = self._next_session
         self._next_session += 1
         prompt = len(tokens) if prompt is None else prompt
-        held = _Session(params, prompt, list(tokens), HandleChain(tokens), TokenTree(tokens[-1], MIRROR_NODES))
+        mirror = TokenTree(tokens[-1], MIRROR_NODES)
+        lookup = Lookup(tokens, params.temperature == 0, self._earned, self._lookup)
+        lookup.hang(mirror)
+        held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup)
         self._sessions[session] = held
         self._attach(session, held)
         return session
 
     def tokens_committed(self, session: int, tokens: Sequence[int]) -> bool:
-        """A step committed tokens (at least one); whether the mirror holds a child below the new root: a hit."""
+        """A step committed tokens (at least one); whether the mirror holds a child below the new root: a hit.
+
+        The draft is told what is there without looking up: where that is nothing, its growth is needed as before.
+        """
         held = self._sessions[session]
         held.tokens.extend(tokens)
         held.chain.extend(tokens)
         hit = held.mirror.commit(tokens).children > 0
+        held.lookup.commit(tokens)
+        held.lookup.hang(held.mirror)
         if held.draft is not None:
             tail = held.tokens[-max(len(tokens), COMMIT_TAIL) :]
             self._drafts[held.draft].append(Commit(session, held.chain.handle, tuple(tail), hit))
             self.counters.healed += not hit
-        return hit
+        return held.mirror.size > 1
 
     def session_closed(self, session: int) -> None:
         """A sequence ended."""

@@ -259,7 +259,7 @@ def pipeline_matrix(
         for link in ("grpc", "faulty"):
             for batch in (1, 8):
                 for name, window in WINDOWS.items():
-                    target = TargetReplica(runner, window(), max_batch=batch)
+                    target = TargetReplica(runner, window(), max_batch=batch, lookup=8)
                     drafting = DraftReplica(ModelDrafter(draft))
                     server = DraftServer("127.0.0.1", 0, drafting.add_link)
                     down, up = (connect(server.address, 10.0), None) if link == "grpc" else faulty_ends()

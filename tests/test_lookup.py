@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.target_state import TargetState
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramIndex
 from engine.runner import ModelRunner
-from engine.types import SamplingParams
+from engine.types import Commit, SamplingParams
 
 REPEATED = [11, 12, 13, 14] * 3
 
@@ -82,3 +83,19 @@ def test_sampled_sessions_earn_their_own_confidence(drafter: ModelDrafter) -> No
     greedy = float(drafter.tree(1).confidence[1])
     drafter.open(1, REPEATED, SamplingParams(temperature=1.0))
     assert float(drafter.tree(1).confidence[1]) < greedy
+
+
+def test_a_target_looks_up_by_itself_and_tells_the_draft_as_if_it_had_not() -> None:
+    """Lookups fill the mirror at once; the draft still sends what it has where nothing of it was there."""
+    state = TargetState(4096, lookup=5)
+    state.draft_joined(0)
+    session = state.session_opened(REPEATED, SamplingParams())
+    assert state.hit(session)
+    assert state.tokens_committed(session, [99, 13])
+    mirror = state.mirror(session)
+    assert mirror.token[1 : mirror.size].tolist() == [14, 99, 13]
+    _, commit = state.take_messages()[0]
+    assert isinstance(commit, Commit)
+    assert not commit.mirrored
+    assert not state.tokens_committed(session, [77]), "77 never came before"
+    state.check()

@@ -257,7 +257,9 @@ def test_streams_equal_plain_decoding(
 ) -> None:
     wanted = case(temperature)[: max(batch, 2)]
     steps = Steps(target, monkeypatch)
-    with drafting(ModelDrafter(draft)) as drafts, serving(target, WINDOWS[window](), max_batch=batch) as replica:
+    lookup = 8 if batch == 8 else 0
+    replicas = serving(target, WINDOWS[window](), max_batch=batch, lookup=lookup)
+    with drafting(ModelDrafter(draft)) as drafts, replicas as replica:
         with LINKS[link](replica, drafts):  # type: ignore[attr-defined]
             for count in (4, 8, 12):  # the draft gets a chance, however busy the machine is
                 steps.at(count, lambda: drafts.wait_idle(PATIENCE_S))

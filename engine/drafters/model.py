@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import sampling
 from engine.attention import SequenceRows, chain_rows
-from engine.drafters.ngram import LONGEST, NgramIndex, hang
+from engine.drafters.ngram import Earned, Lookup
 from engine.grammar import Vocabulary
 from engine.kv import Lease
 from engine.noise import NoiseRows
@@ -22,10 +22,6 @@ from engine.runner import ModelRunner
 from engine.step import end_tokens
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
 from engine.types import SamplingParams
-
-_TRUST = 0.3  # in a lookup, before anything is known
-_DOUBTFUL = 0.2  # a lookup that is right less often stays out of the tree
-_LEARN = 0.05  # weight of the newest lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,14 @@ class _Session:
     """One sequence on the draft: committed tokens, how many have KV, and the tree behind them."""
 
     def __init__(
-        self, tokens: list[int], params: SamplingParams, lease: Lease, tree_lease: Lease, capacity: int
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        lease: Lease,
+        tree_lease: Lease,
+        capacity: int,
+        lookup: Lookup,
+        processors: Processors | None,
     ) -> None:
         self.tokens = tokens
         self.params = params
@@ -57,9 +60,9 @@ class _Session:
         self.free_slots: list[int] = tree_lease.slots.tolist()
         self.tree = TokenTree(tokens[-1], capacity)
         self.noise: NoiseRows | None = None  # of a session that is not greedy
-        self.processors: Processors | None = None
-        self.index = NgramIndex(tokens)
-        self.guess: tuple[int, int] | None = None  # the last lookup: tokens matched, the token that followed
+        self.processors = processors
+        self.lookup = lookup
+        lookup.hang(self.tree)
 
     @property
     def pending(self) -> list[int]:
@@ -79,8 +82,7 @@ class ModelDrafter:
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
         self._silence = torch.zeros(runner.vocab_size, device=runner.device)
-        # how often a lookup was right, by whether the session is greedy and by the length of the match
-        self._trust = {greedy: [_TRUST] * (LONGEST + 1) for greedy in (True, False)}
+        self._earned = Earned()
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
@@ -102,12 +104,11 @@ class ModelDrafter:
         except RuntimeError:
             pool.release(lease)
             raise
-        held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes)
+        lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup)
+        held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes, lookup, processors)
         if params.temperature > 0:
             held.noise = NoiseRows(params.seed, self._runner.vocab_size, self._runner.device)
-        held.processors = processors
         self._sessions[session] = held
-        self._look_up(held)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter. Raises PoolExhausted, after which the session must be closed."""
@@ -127,26 +128,9 @@ class ModelDrafter:
             held.noise.forget_before(len(held.tokens))
         if held.processors is not None:
             held.processors.extend(tokens)
-        self._learn_from(held, tokens[0])
-        held.index.extend(tokens)
-        self._look_up(held)
+        held.lookup.commit(tokens)
+        held.lookup.hang(held.tree)
         return replace(moved, children=moved.children or int(held.tree.size > 1))
-
-    def _look_up(self, held: _Session) -> None:
-        """Hangs what followed the last tokens earlier below the root, with the confidence that lookups have earned."""
-        matched, tokens = held.index.lookup(self._growing.lookup)
-        held.guess = (matched, tokens[0]) if tokens else None
-        trust = self._trust[held.noise is None]
-        confidences = [trust[min(matched + depth, LONGEST)] for depth in range(len(tokens))]
-        if tokens and confidences[0] > _DOUBTFUL:
-            hang(held.tree, tokens, confidences)
-
-    def _learn_from(self, held: _Session, token: int) -> None:
-        """What came, against what the last lookup said."""
-        if held.guess is not None:
-            matched, guessed = held.guess
-            trust = self._trust[held.noise is None]
-            trust[matched] += _LEARN * ((guessed == token) - trust[matched])
 
     def grow(self) -> list[int]:
         """See Drafter."""

@@ -11,6 +11,9 @@ from engine.tree import Moved, TokenTree
 from engine.types import SamplingParams
 
 LONGEST = 4  # tokens that a match is looked for with
+_TRUST = 0.3  # in a lookup, before anything is known
+_DOUBTFUL = 0.2  # a lookup that is right less often stays out of the tree
+_LEARN = 0.05  # weight of the newest lookup
 
 
 class NgramIndex:
@@ -44,6 +47,49 @@ def hang(tree: TokenTree, tokens: Sequence[int], confidences: Sequence[float]) -
     """Adds a chain below the root."""
     parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
     tree.graft([], parents, np.asarray(tokens, np.int32), np.asarray(confidences, np.float32))
+
+
+class Earned:
+    """How often lookups were right lately, by whether the session is greedy and by the length of the match."""
+
+    def __init__(self) -> None:
+        self._right = {greedy: [_TRUST] * (LONGEST + 1) for greedy in (True, False)}
+
+    def confidence(self, greedy: bool, matched: int) -> float:
+        """That a token is right which followed a match of so many tokens."""
+        return self._right[greedy][min(matched, LONGEST)]
+
+    def learn(self, greedy: bool, matched: int, right: bool) -> None:
+        """A lookup was right, or not."""
+        self._right[greedy][matched] += _LEARN * (right - self._right[greedy][matched])
+
+
+class Lookup:
+    """Prompt lookup beside another drafter: one session's text, and confidences that lookups have earned."""
+
+    def __init__(self, tokens: Sequence[int], greedy: bool, earned: Earned, count: int) -> None:
+        """earned: shared by sessions. count: tokens looked up; 0: none."""
+        self._index = NgramIndex(tokens)
+        self._greedy = greedy
+        self._earned = earned
+        self._count = count
+        self._guess: tuple[int, int] | None = None  # the last lookup: tokens matched, the token that followed
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Takes what came, and compares it with what the last lookup said."""
+        if self._guess is not None:
+            matched, guessed = self._guess
+            self._earned.learn(self._greedy, matched, guessed == tokens[0])
+        self._index.extend(tokens)
+
+    def hang(self, tree: TokenTree) -> None:
+        """Hangs what followed the last tokens earlier below the root, unless lookups are mostly wrong."""
+        if self._count:
+            matched, tokens = self._index.lookup(self._count)
+            self._guess = (matched, tokens[0]) if tokens else None
+            confidences = [self._earned.confidence(self._greedy, matched + depth) for depth in range(len(tokens))]
+            if tokens and confidences[0] > _DOUBTFUL:
+                hang(tree, tokens, confidences)
 
 
 class _Session:
