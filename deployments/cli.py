@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -13,11 +14,12 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from engine.checkpoint import ModelError, check_checkpoint
-from engine.types import InvalidRequest, SamplingParams, require
+from engine.types import Grammar, InvalidRequest, SamplingParams, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BAD_INPUT, FAILED = 2, 1  # exit codes
 # Typer brings its own copy of click or uses click itself, depending on its version; both derive errors like this.
+SHAPING = "What the output looks like"
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -113,6 +115,31 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="end before this text; may be given several times")
     ] = None,
+    min_tokens: Annotated[int, typer.Option(help="new tokens at least", rich_help_panel=SHAPING)] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="divides the logits of tokens seen before, prompt included", rich_help_panel=SHAPING)
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="subtracted from the logits of tokens in the output", rich_help_panel=SHAPING)
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="the same, once for every time that a token came", rich_help_panel=SHAPING)
+    ] = 0.0,
+    bad_word: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="never write this; may be given several times", rich_help_panel=SHAPING),
+    ] = None,
+    json_object: Annotated[
+        bool, typer.Option("--json", help="the output is a JSON object", rich_help_panel=SHAPING)
+    ] = False,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="the output is JSON that follows this schema", rich_help_panel=SHAPING),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="the output matches this expression", rich_help_panel=SHAPING),
+    ] = None,
     mode: Annotated[
         Mode,
         typer.Option(
@@ -134,17 +161,36 @@ def generate(
       paceline generate - --temperature 0.8 --seed 7 --stats < prompt.txt
 
       paceline generate 'def add(' --stop $'\n\n' --max-tokens 64
+
+      paceline generate 'config = ' --regex '[a-z]+ = [0-9]{1,3}'
     """
     with one_line_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
         require(bool(text), "prompt", "must not be empty")
-        params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_tokens, tuple(stop or ()))
+        params = SamplingParams(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            max_tokens,
+            tuple(stop or ()),
+            min_tokens=min_tokens,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            grammar=chosen_grammar(json_object, json_schema, regex),
+        )
         context = check_models(target, draft if mode != "plain" else None)
         from deployments.generate import Pair, make_request, print_text
-        from engine.text import load_tokenizer
+        from engine.grammar import Vocabulary
+        from engine.text import load_tokenizer, word_tokens
 
         pair = Pair(target, draft if mode != "plain" else None, dtype, invariant)
         tokenizer = load_tokenizer(target)
+        params = replace(params, bad_words=word_tokens(tokenizer, bad_word or ()))
+        if params.grammar is not None:
+            Vocabulary(tokenizer, len(tokenizer)).compile(params.grammar)
         request = make_request(text, params, tokenizer, context)
     with runtime_errors():
         print_text(request, pair, mode, tokenizer, stats)
@@ -315,6 +361,17 @@ def version() -> None:
         typer.echo("paceline, not installed")
 
 
+def chosen_grammar(json_object: bool, json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """What the output has to look like; raises InvalidRequest when more than one is asked for."""
+    chosen = [
+        *([Grammar("json_object")] if json_object else []),
+        *([Grammar("json_schema", json_schema.read_text())] if json_schema is not None else []),
+        *([Grammar("regex", regex)] if regex is not None else []),
+    ]
+    require(len(chosen) <= 1, "grammar", "only one of --json, --json-schema and --regex")
+    return chosen[0] if chosen else None
+
+
 def check_models(target: Path, draft: Path | None) -> int:
     """Tokens that fit in the target's context; raises ModelError when the checkpoints can't be used together."""
     values = check_checkpoint(target)
@@ -331,7 +388,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        name = "PROMPT" if error.param == "prompt" else "--" + error.param.replace("_", "-")
+        named = {"prompt": "PROMPT", "grammar": "grammar"}
+        name = named.get(error.param, "--" + error.param.replace("_", "-"))
         fail(f"{name}: {error.message}", BAD_INPUT)
     except (OSError, ValueError) as error:
         fail(str(error), BAD_INPUT)

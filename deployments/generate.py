@@ -111,7 +111,7 @@ class OneProcess:
         self._speculation: Speculation | None = None
         if pair.draft is not None:
             draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device)
-            drafter = ModelDrafter(draft, Growing(rows=1, children=1, lookup=0))
+            drafter = ModelDrafter(draft, Growing(rows=1, children=1, lookup=0), self._tokenizer)
             self._speculation = Speculation(drafter, FixedChain(SEQUENTIAL_CHAIN), SEQUENTIAL_CHAIN)
         self._figures = Figures(0, 0.0, 0, 0, 0)
 

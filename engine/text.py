@@ -1,5 +1,6 @@
 """Tokens to text and back: loading a tokenizer, incremental detokenising, stop strings."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers.decoders import DecodeStream
@@ -17,6 +18,12 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
 def find_tokenizer(path: Path | str) -> PreTrainedTokenizerFast | None:
     """The fast tokenizer of a checkpoint, if there is one."""
     return load_tokenizer(path) if (Path(path) / "tokenizer.json").is_file() else None
+
+
+def word_tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Words as token sequences, each as it is written at a text's beginning and behind a space: for `bad_words`."""
+    spellings = [spelling for word in words for spelling in (word, f" {word}")]
+    return tuple(dict.fromkeys(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in spellings))
 
 
 class TextStream:

@@ -3,6 +3,7 @@
 import inspect
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["generate", "--help"], "--temperature"),
         (["demo", "-h"], "--tokens"),
         (["train", "-h"], "--batch-size"),
+        (["distill", "-h"], "--layers"),
         (["--version"], "paceline"),
         (["version"], "paceline"),
     ],
@@ -79,6 +81,11 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["generate", "x", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "x", "--max-tokens", "5000"], "the model's context is"),
         (["generate", "x", "--stop", ""], "--stop"),
+        (["generate", "x", "--min-tokens", "-1"], "--min-tokens"),
+        (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty"),
+        (["generate", "x", "--regex", "[a-z"], "the regex can't be used"),
+        (["generate", "x", "--regex", "a", "--json"], "only one of"),
+        (["generate", "x", "--json-schema", "no/such/file"], "no/such/file"),
         (["generate", "x", "--mode", "fast"], "--mode"),
         (["generate", "x", "--dtype", "int8"], "--dtype"),
         (["generate", "x", "--target", "no/such/folder"], "no model at no/such/folder"),
@@ -87,6 +94,8 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["demo", "--tokens", "5000"], "--tokens"),
         (["demo", "--tokens", "many"], "--tokens"),
         (["train", "--steps", "0"], "--steps"),
+        (["distill"], "--out"),
+        (["distill", "--out", "x", "--draft", "no/such/folder"], "no model at no/such/folder"),
         (["serve"], "serve"),
         (["--loud"], "--loud"),
     ],
@@ -144,6 +153,12 @@ def test_plain_and_sequential_give_the_same_text(sample: tuple[list[str], str]) 
 def test_another_seed_gives_another_text() -> None:
     texts = {run("generate", PROMPT, "--mode", "plain", *EXACT, "--seed", seed).stdout for seed in "1234"}
     assert len(texts) > 1
+
+
+def test_text_follows_an_expression() -> None:
+    options = ("--mode", "plain", "--temperature", "1", "--max-tokens", "32")
+    result = run("generate", PROMPT, *options, "--regex", "[a-z]{2,5} = [0-9]{1,4}")
+    assert re.fullmatch("[a-z]{2,5} = [0-9]{1,4}\n", result.stdout)
 
 
 def test_text_ends_before_a_stop_string(sample: tuple[list[str], str]) -> None:
