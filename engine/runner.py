@@ -15,10 +15,12 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from engine.attention import Heads, Layout, Part, SequenceRows
-from engine.checkpoint import ModelError, check_checkpoint
+from engine.attention import Current, Heads, Layout, Part, SequenceRows
+from engine.checkpoint import ModelError, architecture, check_checkpoint
 from engine.cpu import fused_decoder, speed_up
+from engine.head import output_head
 from engine.kv import KVPool
+from engine.probe import PROBE, Unsupported, probe, register_probe
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
@@ -64,7 +66,7 @@ class ModelRunner:
         invariant_rows: int = 8,
     ) -> None:
         self.path = Path(path)
-        check_checkpoint(self.path)
+        self._architecture = architecture(check_checkpoint(self.path))
         self.device = device
         self.dtype = pick_dtype(dtype, device)
         self.invariant = invariant
@@ -73,30 +75,50 @@ class ModelRunner:
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_length = _max_length(config)
-        self._heads = _heads(config)
+        self._current = Current()
+        self._heads = self._prepare(int(config.num_hidden_layers))
+        self._head = output_head(self.model)
         layers = int(config.num_hidden_layers)
         self.pool = KVPool(layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
         self._decoder = fused_decoder(self.model, self.pool, self._heads) if device == "cpu" else None
 
     def _load(self) -> Any:
-        AttentionInterface.register(ATTENTION, _attend)
+        register_probe()
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path,
                 dtype=self.dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=PROBE,
                 local_files_only=True,
+                trust_remote_code=False,
+                # One row at a time, whichever experts the rows beside it go to.
+                experts_implementation="batched_mm" if self.invariant else None,
                 output_loading_info=True,
             )
         except _LOAD_ERRORS as error:
-            raise ModelError(f"{self.path} can't be loaded: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())[:300]
+            if error.args == (PROBE,):
+                reason = "it does not use transformers' attention interface"
+            raise ModelError(f"{self.path} can't be loaded: {self._architecture}: {reason}") from error
         model, loading = loaded
         if missing := sorted(loading["missing_keys"]):  # transformers would make them up
             raise ModelError(f"{self.path} can't be loaded: {len(missing)} weights are missing, {missing[0]} first")
-        model = model.to(self.device).eval().requires_grad_(False)
+        if self.invariant and _mixes_experts(model):
+            raise ModelError(f"{self.path} can't be run: {self._architecture} has experts that have no invariant mode")
+        return model.to(self.device).eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def _prepare(self, layers: int) -> Heads:
+        """Finds out what the model's attention is like, and gives it ours."""
+        AttentionInterface.register(ATTENTION, _attend)
+        try:
+            heads = probe(self.model, layers, self.max_length, self._current)
+        except Unsupported as error:
+            raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
+        self.model.set_attn_implementation(ATTENTION)
         if self.device == "cpu":
-            speed_up(model)
-        return model
+            speed_up(self.model, fuse=set(heads.windows) == {None})
+        return heads
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
@@ -117,23 +139,23 @@ class ModelRunner:
         part = layout.part(start, stop, padding)
         if self._decoder is not None:
             return self._decoder(tokens, positions, part)[: stop - start]
+        self._current.part = part
         base = self.model.base_model
-        out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paceline=part)
+        out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         states: torch.Tensor = out.last_hidden_state[0, : stop - start]
         return states
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The output head on [n, hidden_size], called with bucketed row counts."""
-        head = self.model.get_output_embeddings()
         n = len(hidden)
         if n == 0:
             return hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
         size = self._rows if self.invariant else self.called_with(n)
         if n == size:
-            logits: torch.Tensor = head(hidden)
+            logits = self._head(hidden)
         else:
             hidden = F.pad(hidden, (0, 0, 0, -n % size))
-            logits = torch.cat([head(hidden[i : i + size]) for i in range(0, len(hidden), size)])
+            logits = torch.cat([self._head(hidden[i : i + size]) for i in range(0, len(hidden), size)])
         return logits[:n].float()
 
     def called_with(self, rows: int) -> int:
@@ -144,14 +166,18 @@ class ModelRunner:
 
 
 def _max_length(config: Any) -> int:
-    """Positions at which every token may see all before it: a sliding window is no different until it is full."""
-    return min(int(config.max_position_embeddings), int(getattr(config, "sliding_window", None) or sys.maxsize))
+    """Positions that the model knows, of those at which its rotations don't depend on the length of the text."""
+    known = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    rotation = getattr(config, "rope_parameters", None) or {}
+    if rotation.get("rope_type") == "longrope":
+        known = min(known, rotation.get("original_max_position_embeddings") or known)
+    return int(known)
 
 
-def _heads(config: Any) -> Heads:
-    query = int(config.num_attention_heads)
-    kv = int(getattr(config, "num_key_value_heads", None) or query)
-    return Heads(kv, query // kv, int(getattr(config, "head_dim", None) or config.hidden_size // query))
+def _mixes_experts(model: Any) -> bool:
+    """Whether rows that go to the same expert are computed together, however many they are."""
+    experts = any("expert" in type(module).__name__.lower() for module in model.modules())
+    return experts and not model._can_set_experts_implementation()
 
 
 def _wanted(rows: SequenceRows, start: int) -> range:
@@ -159,17 +185,23 @@ def _wanted(rows: SequenceRows, start: int) -> range:
 
 
 def _attend(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
+    attention_mask: None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
     *,
-    paceline: Part,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    paceline.write_kv(layer, key[0], value[0])
-    return paceline.attend(layer, query[0], scaling)[None], None
+    """transformers' attention interface: query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim].
+
+    The layer's window, if any, is known from the probe.
+    """
+    part: Part = module.paceline.part
+    layer = int(module.layer_idx)
+    part.write_kv(layer, key[0], value[0])
+    return part.attend(layer, query[0], scaling, softcap, s_aux).contiguous()[None], None

@@ -1,0 +1,236 @@
+"""Families of models: each computes what it computes in transformers, and what can't run is named."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from engine.attention import Layout, chain_rows
+from engine.checkpoint import ModelError
+from engine.decode import Speculation, decode
+from engine.drafters.ngram import NgramDrafter
+from engine.runner import ModelRunner
+from engine.types import GenerationRequest, SamplingParams
+from engine.windows import FixedTree
+from tests import exact
+from tests.rows import assert_close, grown, leased, prefill, tree_rows
+
+VOCABULARY = 128
+WINDOW = 8
+LLAMA = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GPT2 = dict(vocab_size=VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": LLAMA | dict(sliding_window=WINDOW, head_dim=32),
+    "qwen2": LLAMA | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+    "qwen3": LLAMA | dict(head_dim=32),
+    "gemma": LLAMA | dict(head_dim=32),
+    "gemma2": LLAMA
+    | dict(
+        head_dim=32,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": LLAMA | dict(head_dim=32, sliding_window=WINDOW, num_hidden_layers=6),
+    "gpt2": GPT2,
+    "gpt_neox": LLAMA,
+    "gpt_oss": LLAMA | dict(head_dim=16, sliding_window=WINDOW, num_local_experts=4),  # sinks
+    "granite": LLAMA | dict(logits_scaling=3.0, embedding_multiplier=2.0),
+    "cohere": LLAMA,
+    "mixtral": LLAMA | dict(num_local_experts=4),
+    "olmo2": LLAMA,
+    "opt": LLAMA | dict(ffn_dim=96, word_embed_proj_dim=32),
+    "phi3": LLAMA | dict(sliding_window=WINDOW),
+    "smollm3": LLAMA,
+    "stablelm": LLAMA,  # hands no arguments on to its attention
+}
+
+
+def save(name: str, settings: dict[str, Any], folder: Path, model_class: Any = AutoModelForCausalLM) -> Path:
+    """A tiny model of this kind with random weights that are large enough for its logits not to be flat."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name](**settings)
+    model = model_class.from_config(config).eval().requires_grad_(False)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.normal_(0, 1.5 * weight.shape[-1] ** -0.5)
+        else:
+            weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    return folder
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name: str = request.param
+    return save(name, FAMILIES[name], tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def runners(family: Path) -> dict[bool, ModelRunner]:
+    """By whether they are in invariant mode."""
+    return {mode: ModelRunner(family, dtype="float32", kv_tokens=512, invariant=mode) for mode in (False, True)}
+
+
+@pytest.fixture
+def audited(runners: dict[bool, ModelRunner]) -> Iterator[dict[bool, ModelRunner]]:
+    yield runners
+    for runner in runners.values():
+        runner.pool.check()
+        assert runner.pool.used_pages == 0, "the test left pages behind"
+
+
+@pytest.fixture(scope="module")
+def own(family: Path) -> Callable[[Sequence[int]], torch.Tensor]:
+    """The model's own logits of a text [tokens, vocab_size]."""
+    model = AutoModelForCausalLM.from_pretrained(family, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.inference_mode()
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        result: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        return result
+
+    return logits
+
+
+# what runs
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_logits_of_a_text_and_of_a_tree_behind_it_are_the_models_own(
+    audited: dict[bool, ModelRunner], own: Callable[[Sequence[int]], torch.Tensor], invariant: bool
+) -> None:
+    runner, prompt, tree = audited[invariant], text(40), grown(14, seed=1, vocab_size=VOCABULARY)
+    assert own(prompt).std() > 0.03, "flat logits would hide anything"
+    with leased(runner, 64, 64) as (lease, other):
+        assert_close(prefill(runner, lease, prompt, chunk=12), own(prompt))
+        prefill(runner, other, prompt)
+        for slots in (lease.slots[40 : 40 + tree.size], lease.slots[40 : 40 + tree.size][::-1].copy()):
+            logits = runner.forward([chain_rows(other, 40, [5]), tree_rows(lease, 40, tree, slots)])
+            assert_close(logits[0], own([*prompt, 5])[-1])
+            alone = runner.forward([tree_rows(lease, 40, tree, slots)])
+            for node in range(tree.size):
+                expected = own([*prompt, *tree.token[tree.lineage(node)].tolist()])[-1]
+                assert_close(logits[1 + node], expected)
+                assert_close(alone[node], expected)
+
+
+def test_greedy_decoding_gives_what_transformers_generates(family: Path, audited: dict[bool, ModelRunner]) -> None:
+    prompts = [tuple(text(length, seed=length)) for length in (3, 20)]
+    expected = exact.transformers_greedy(family, prompts, 24)
+    requests = [GenerationRequest(str(i), prompt, SamplingParams(max_tokens=24)) for i, prompt in enumerate(prompts)]
+    for runner in audited.values():
+        assert [generation.tokens for generation in decode(runner, requests)] == expected
+        speculation = Speculation(NgramDrafter(), FixedTree(7), 1)
+        assert [generation.tokens for generation in decode(runner, requests, speculation)] == expected
+
+
+def test_in_invariant_mode_a_path_has_its_bits_in_a_chain_a_tree_and_a_batch(audited: dict[bool, ModelRunner]) -> None:
+    runner, prompt, tree = audited[True], text(70), grown(12, seed=2, vocab_size=VOCABULARY)
+    with leased(runner, 96, 96, 96) as (lease, other, third):
+        whole = prefill(runner, lease, prompt)
+        assert torch.equal(prefill(runner, other, prompt, chunk=3), whole)
+        slots = np.random.default_rng(0).permutation(lease.slots[70 : 70 + tree.size])
+        rows = tree_rows(lease, 70, tree, slots)
+        alone = runner.forward([rows])
+        beside = chain_rows(third, 0, prompt[:5], wanted=0)
+        assert torch.equal(runner.forward([beside, rows]), torch.cat([whole[:5], alone]))
+        for node in range(tree.size):
+            chain = tree.token[tree.lineage(node)].tolist()
+            assert torch.equal(runner.forward([chain_rows(other, 70, chain)])[0], alone[node])
+
+
+def test_rows_of_a_sliding_window_read_no_more_than_it(tmp_path: Path) -> None:
+    runner = ModelRunner(save("gemma2", FAMILIES["gemma2"], tmp_path), dtype="float32", kv_tokens=128)
+    assert runner.max_length == 256
+    with leased(runner, 48) as (lease,):
+        part = Layout(runner.pool, runner._heads, [chain_rows(lease, 40, [1, 2])], invariant=False).part(0, 2, 0)
+    assert {window: groups[0].keys.shape[3] for window, groups in part.groups.items()} == {WINDOW: WINDOW + 1, None: 42}
+
+
+# what does not
+
+
+def mamba(folder: Path) -> Path:
+    return save("mamba", dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), folder)
+
+
+def config_only(folder: Path, **settings: Any) -> Path:
+    """Nothing but settings: what is found out from them is found out before weights are looked for."""
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY} | settings))
+    return folder
+
+
+ONLY_SETTINGS: dict[str, dict[str, Any]] = {
+    "T5ForConditionalGeneration has an encoder": dict(
+        architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True
+    ),
+    "ViTForImageClassification is not a causal": dict(architectures=["ViTForImageClassification"], model_type="vit"),
+    "LlavaForConditionalGeneration is not a causal": dict(architectures=["LlavaForConditionalGeneration"]),
+    "MambaForCausalLM keeps a recurrent state": dict(architectures=["MambaForCausalLM"], model_type="mamba"),
+    "RwkvForCausalLM keeps a recurrent state": dict(architectures=["RwkvForCausalLM"], model_type="rwkv"),
+    "DeepseekV3ForCausalLM compresses": dict(architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=16),
+    "Qwen3NextForCausalLM has layers of other kinds than attention: linear_attention": dict(
+        architectures=["Qwen3NextForCausalLM"], layer_types=["linear_attention", "full_attention"]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ONLY_SETTINGS)
+def test_settings_that_name_a_model_that_cannot_run_are_enough(tmp_path: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as error:
+        ModelRunner(config_only(tmp_path, **ONLY_SETTINGS[message]))
+    assert "\n" not in str(error.value)
+
+
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "FalconForCausalLM: it does not use transformers' attention interface": (
+        "falcon",
+        dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2),
+    ),
+    "BloomForCausalLM can't run through": (
+        "bloom",
+        dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2),
+    ),
+    "OpenAIGPTLMHeadModel asks for attention in 0 of 2 layers": (
+        "openai-gpt",
+        dict(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2),
+    ),
+    "BertLMHeadModel has a mask that is neither causal": (
+        "bert",
+        LLAMA | dict(num_hidden_layers=2, is_decoder=False),
+    ),
+    "DiffLlamaForCausalLM has attention that is not one per layer": ("diffllama", LLAMA),
+    "Gemma4ForCausalLM has keys and values of several sizes": ("gemma4_text", LLAMA | dict(head_dim=16)),
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+@pytest.mark.filterwarnings("ignore")  # libraries comment on some of these models
+def test_a_model_that_cannot_run_is_named(tmp_path: Path, message: str) -> None:
+    name, settings = UNSUPPORTED[message]
+    with pytest.raises(ModelError, match=message) as error:
+        ModelRunner(save(name, settings, tmp_path), dtype="float32", kv_tokens=64)
+    assert "\n" not in str(error.value)
