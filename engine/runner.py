@@ -5,6 +5,7 @@ and values to the pool and lets every row see its own path: the committed prefix
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from engine.attention import Current, Heads, Layout, Part, SequenceRows
+from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint
 from engine.cpu import fused_decoder, speed_up
 from engine.head import output_head
@@ -24,6 +25,7 @@ from engine.probe import PROBE, Unsupported, probe, register_probe
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
+UNCOMPILED = "paceline-uncompiled"  # the same in a compiled model
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
 _BUCKETS = (
     2,
@@ -52,7 +54,8 @@ class ModelRunner:
 
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
     `invariant_rows` rows, and each row attends to its keys gathered in position order at a length that depends on its
-    position. Raises ModelError for a checkpoint that can't be loaded.
+    position. compile: by torch.compile, all but the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
+    Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class ModelRunner:
         device: str = "cpu",
         invariant: bool = False,
         invariant_rows: int = 8,
+        compile: bool = False,
     ) -> None:
         self.path = Path(path)
         self._architecture = architecture(check_checkpoint(self.path))
+        _check_device(device)
         self.device = device
         self.dtype = pick_dtype(dtype, device)
         self.invariant = invariant
@@ -75,12 +80,17 @@ class ModelRunner:
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_length = _max_length(config)
-        self._current = Current()
-        self._heads = self._prepare(int(config.num_hidden_layers))
-        self._head = output_head(self.model)
         layers = int(config.num_hidden_layers)
+        self._current = Current()
+        self._heads = self._probe(layers)
+        replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
+        if replaced:
+            speed_up(self.model, fuse=set(self._heads.windows) == {None})
+        self._head = output_head(self.model)
         self.pool = KVPool(layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
-        self._decoder = fused_decoder(self.model, self.pool, self._heads) if device == "cpu" else None
+        self._decoder = fused_decoder(self.model, self.pool, self._heads) if replaced else None
+        if compile:
+            self._compile()
 
     def _load(self) -> Any:
         register_probe()
@@ -108,7 +118,7 @@ class ModelRunner:
         return model.to(self.device).eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def _prepare(self, layers: int) -> Heads:
+    def _probe(self, layers: int) -> Heads:
         """Finds out what the model's attention is like, and gives it ours."""
         AttentionInterface.register(ATTENTION, _attend)
         try:
@@ -116,9 +126,23 @@ class ModelRunner:
         except Unsupported as error:
             raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
         self.model.set_attn_implementation(ATTENTION)
-        if self.device == "cpu":
-            speed_up(self.model, fuse=set(heads.windows) == {None})
         return heads
+
+    def _compile(self) -> None:
+        """Compiles the model for any number of rows, with our attention left as it is: its keys grow with every step."""
+        AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attend))
+        self.model.set_attn_implementation(UNCOMPILED)
+        lease = self.pool.lease(4)
+        try:
+            with warnings.catch_warnings():  # torch's compiler uses what torch deprecates
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.model.base_model.compile(dynamic=True)
+                self.forward([chain_rows(lease, 0, [0] * 4)])
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{self.path} can't be compiled: {self._architecture}: {reason}") from error
+        finally:
+            self.pool.release(lease)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
@@ -163,6 +187,13 @@ class ModelRunner:
         if self.invariant:
             return -(-rows // self._rows) * self._rows
         return next((bucket for bucket in (0, *_BUCKETS) if bucket >= rows), -(-rows // 64) * 64)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from error
 
 
 def _max_length(config: Any) -> int:

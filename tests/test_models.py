@@ -1,6 +1,7 @@
 """Families of models: each computes what it computes in transformers, and what can't run is named."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
@@ -18,64 +19,8 @@ from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams
 from engine.windows import FixedTree
 from tests import exact
+from tests.families import FAMILIES, LLAMA, VOCABULARY, WINDOW, save
 from tests.rows import assert_close, grown, leased, prefill, tree_rows
-
-VOCABULARY = 128
-WINDOW = 8
-LLAMA = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-GPT2 = dict(vocab_size=VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "mistral": LLAMA | dict(sliding_window=WINDOW, head_dim=32),
-    "qwen2": LLAMA | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
-    "qwen3": LLAMA | dict(head_dim=32),
-    "gemma": LLAMA | dict(head_dim=32),
-    "gemma2": LLAMA
-    | dict(
-        head_dim=32,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=20,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-    ),
-    "gemma3_text": LLAMA | dict(head_dim=32, sliding_window=WINDOW, num_hidden_layers=6),
-    "gpt2": GPT2,
-    "gpt_neox": LLAMA,
-    "gpt_oss": LLAMA | dict(head_dim=16, sliding_window=WINDOW, num_local_experts=4),  # sinks
-    "granite": LLAMA | dict(logits_scaling=3.0, embedding_multiplier=2.0),
-    "cohere": LLAMA,
-    "mixtral": LLAMA | dict(num_local_experts=4),
-    "olmo2": LLAMA,
-    "opt": LLAMA | dict(ffn_dim=96, word_embed_proj_dim=32),
-    "phi3": LLAMA | dict(sliding_window=WINDOW),
-    "smollm3": LLAMA,
-    "stablelm": LLAMA,  # hands no arguments on to its attention
-}
-
-
-def save(name: str, settings: dict[str, Any], folder: Path, model_class: Any = AutoModelForCausalLM) -> Path:
-    """A tiny model of this kind with random weights that are large enough for its logits not to be flat."""
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[name](**settings)
-    model = model_class.from_config(config).eval().requires_grad_(False)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            weight.normal_(0, 1.5 * weight.shape[-1] ** -0.5)
-        else:
-            weight += 0.1 * torch.randn_like(weight)
-    model.save_pretrained(folder)
-    return folder
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -173,10 +118,6 @@ def test_rows_of_a_sliding_window_read_no_more_than_it(tmp_path: Path) -> None:
 # what does not
 
 
-def mamba(folder: Path) -> Path:
-    return save("mamba", dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), folder)
-
-
 def config_only(folder: Path, **settings: Any) -> Path:
     """Nothing but settings: what is found out from them is found out before weights are looked for."""
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY} | settings))
@@ -234,3 +175,36 @@ def test_a_model_that_cannot_run_is_named(tmp_path: Path, message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         ModelRunner(save(name, settings, tmp_path), dtype="float32", kv_tokens=64)
     assert "\n" not in str(error.value)
+
+
+# options
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_model_gives_nearly_the_same_logits_and_the_same_bits_in_every_batch(tmp_path: Path) -> None:
+    folder, prompt = save("llama", LLAMA | dict(num_hidden_layers=1), tmp_path), text(20)
+    plain = ModelRunner(folder, dtype="float32", kv_tokens=128)
+    compiled = ModelRunner(folder, dtype="float32", kv_tokens=128, invariant=True, compile=True)
+    with leased(plain, 32) as (lease,), leased(compiled, 32, 32) as (first, second):
+        whole = prefill(compiled, first, prompt)
+        assert_close(whole, prefill(plain, lease, prompt))
+        assert torch.equal(prefill(compiled, second, prompt, chunk=3), whole)
+        rows = [chain_rows(first, 20, [5]), chain_rows(second, 20, [6, 7])]
+        alone = [compiled.forward([row]) for row in rows]
+        assert torch.equal(compiled.forward(rows), torch.cat(alone))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_cannot_be_compiled_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # what was compiled for another model could serve this one too
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/no/such/compiler",))
+    folder = save("llama", LLAMA | dict(num_hidden_layers=1), tmp_path)
+    with pytest.raises(ModelError, match=r"can't be compiled: LlamaForCausalLM: .*compiler"):
+        ModelRunner(folder, dtype="float32", kv_tokens=64, compile=True)
+
+
+def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    folder = save("llama", LLAMA, tmp_path)
+    with pytest.raises(ModelError, match="device 'cuda:77' can't be used"):
+        ModelRunner(folder, device="cuda:77")
