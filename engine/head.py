@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from engine.probe import refusing
+
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -35,7 +37,10 @@ class _Given(torch.nn.Module):
 
 
 def output_head(model: Any) -> Head:
-    """Computes logits [n, vocab_size] of final hidden states [n, hidden_size]: the output layer alone where that is all."""
+    """Computes logits [n, vocab_size] of final hidden states [n, hidden_size]: the output layer alone where that is all.
+
+    Raises Unsupported.
+    """
     plain: Head = model.get_output_embeddings()
     whole = copy.copy(model)  # shares everything but its base model
     whole.__dict__["_modules"] = model._modules | {model.base_model_prefix: _Given()}
@@ -47,5 +52,5 @@ def output_head(model: Any) -> Head:
     weight: Any = model.get_output_embeddings().weight
     # Values so large that a soft cap is seen in any dtype.
     sample = 100 * torch.arange(2 * weight.shape[1], device=weight.device).sin().view(2, -1).to(weight.dtype)
-    with torch.inference_mode():
+    with torch.inference_mode(), refusing("does more than its output layer does, and that can't be run alone"):
         return plain if torch.equal(plain(sample), head(sample)) else head

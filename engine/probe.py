@@ -4,7 +4,8 @@ Models that keep something else than keys and values, ignore the attention funct
 ours doesn't, are told by what they do: their names are not known here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +48,8 @@ def probe(model: Any, layers: int, length: int, current: Current) -> Heads:
     if model.base_model is model or model.get_output_embeddings() is None:
         raise Unsupported("has no decoder and output layer that can be told apart")
     tokens = torch.tensor([[0, 1]], device=model.device)
-    try:
+    with refusing("can't run through transformers' attention interface"):
         model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
-    except Unsupported:
-        raise
-    except _FAILURES as error:
-        reason = " ".join(str(error).split())[:200]
-        raise Unsupported(f"can't run through transformers' attention interface: {reason}") from error
     called = {module: module.__dict__.pop("paceline") for module in model.modules() if "paceline" in module.__dict__}
     calls = {int(module.layer_idx): call for module, call in called.items()}
     if len(called) != layers or set(calls) != set(range(layers)):
@@ -65,8 +61,20 @@ def probe(model: Any, layers: int, length: int, current: Current) -> Heads:
         raise Unsupported(f"has keys and values of different sizes, {first.dim} and {first.value_dim}")
     for module in called:
         module.paceline = current
-    windows = tuple(_window(calls[layer].mask, length) for layer in range(layers))
+    with refusing("has masks that can't be told"):
+        windows = tuple(_window(calls[layer].mask, length) for layer in range(layers))
     return Heads(first.kv, first.heads // first.kv, first.dim, windows)
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turns what a model's own code raises into Unsupported."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except _FAILURES as error:
+        raise Unsupported(f"{what}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _keep_mask(*_: Any, mask_function: Mask, **kwargs: Any) -> Mask:

@@ -81,12 +81,15 @@ class ModelRunner:
         self.vocab_size = int(config.vocab_size)
         self.max_length = _max_length(config)
         layers = int(config.num_hidden_layers)
-        self._current = Current()
-        self._heads = self._probe(layers)
         replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
-        if replaced:
-            speed_up(self.model, fuse=set(self._heads.windows) == {None})
-        self._head = output_head(self.model)
+        self._current = Current()
+        try:
+            self._heads = self._probe(layers)
+            if replaced:
+                speed_up(self.model, fuse=set(self._heads.windows) == {None})
+            self._head = output_head(self.model)
+        except Unsupported as error:
+            raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
         self.pool = KVPool(layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
         self._decoder = fused_decoder(self.model, self.pool, self._heads) if replaced else None
         if compile:
@@ -121,10 +124,7 @@ class ModelRunner:
     def _probe(self, layers: int) -> Heads:
         """Finds out what the model's attention is like, and gives it ours."""
         AttentionInterface.register(ATTENTION, _attend)
-        try:
-            heads = probe(self.model, layers, self.max_length, self._current)
-        except Unsupported as error:
-            raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
+        heads = probe(self.model, layers, self.max_length, self._current)
         self.model.set_attn_implementation(ATTENTION)
         return heads
 
@@ -199,9 +199,10 @@ def _check_device(device: str) -> None:
 def _max_length(config: Any) -> int:
     """Positions that the model knows, of those at which its rotations don't depend on the length of the text."""
     known = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    rotation = getattr(config, "rope_parameters", None) or {}
-    if rotation.get("rope_type") == "longrope":
-        known = min(known, rotation.get("original_max_position_embeddings") or known)
+    rotations = getattr(config, "rope_parameters", None) or {}
+    for rotation in (rotations, *rotations.values()):  # one for all layers, or for every kind of them
+        if isinstance(rotation, dict) and rotation.get("rope_type") == "longrope":
+            known = min(known, rotation.get("original_max_position_embeddings") or known)
     return int(known)
 
 

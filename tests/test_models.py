@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
+from engine.cpu import FusedLayer
 from engine.decode import Speculation, decode
 from engine.drafters.ngram import NgramDrafter
 from engine.runner import ModelRunner
@@ -115,6 +116,25 @@ def test_rows_of_a_sliding_window_read_no_more_than_it(tmp_path: Path) -> None:
     assert {window: groups[0].keys.shape[3] for window, groups in part.groups.items()} == {WINDOW: WINDOW + 1, None: 42}
 
 
+def test_fused_layers_run_inside_a_model_whose_rotations_are_its_own(tmp_path: Path) -> None:
+    rotation = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    folder, prompt = save("llama", LLAMA | dict(rope_parameters=rotation), tmp_path), text(20)
+    runner = ModelRunner(folder, dtype="float32", kv_tokens=64)
+    assert runner._decoder is None
+    assert all(isinstance(layer, FusedLayer) for layer in runner.model.model.layers)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with leased(runner, 32) as (lease,), torch.inference_mode():
+        assert_close(prefill(runner, lease, prompt, chunk=7), model(torch.tensor([prompt])).logits[0])
+
+
+def test_rotations_that_depend_on_the_length_of_a_text_end_its_context(tmp_path: Path) -> None:
+    """Beyond the length a model was first trained for, such rotations turn keys that are written already."""
+    rotation = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+    settings = LLAMA | dict(rope_parameters=rotation, original_max_position_embeddings=32)
+    runner = ModelRunner(save("phi3", settings, tmp_path), dtype="float32", kv_tokens=64)
+    assert runner.max_length == 32
+
+
 # what does not
 
 
@@ -164,7 +184,10 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA | dict(num_hidden_layers=2, is_decoder=False),
     ),
     "DiffLlamaForCausalLM has attention that is not one per layer": ("diffllama", LLAMA),
-    "Gemma4ForCausalLM has keys and values of several sizes": ("gemma4_text", LLAMA | dict(head_dim=16)),
+    "Gemma4ForCausalLM has keys and values of several sizes": (
+        "gemma4_text",
+        LLAMA | dict(head_dim=16, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8),
+    ),
 }
 
 
