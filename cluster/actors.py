@@ -52,6 +52,7 @@ class TargetConfig:
     window_size: int = 31  # draft tokens per step: the most for goodput, exactly so many otherwise
     lookup: int = 8  # tokens looked up after each step, which drafts can't be faster with; 0: none
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
+    compile: bool = False  # the model, by torch.compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class DraftConfig:
     host: str = "127.0.0.1"
     port: int = 0  # 0: any
     growing: Growing = field(default_factory=Growing)
+    compile: bool = False  # the model, by torch.compile
 
 
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
@@ -107,6 +109,7 @@ class TargetActor:
             dtype=config.dtype,
             device=placement.device,
             invariant=config.invariant,
+            compile=config.compile,
         )
         cost = CostModel(runner.called_with)
         warm_up(runner, cost)
@@ -288,6 +291,12 @@ def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
     """The drafter that a configuration names."""
     if config.model is None:
         return NgramDrafter()
-    runner = ModelRunner(config.model, kv_tokens=config.kv_tokens, dtype=config.dtype, device=placement.device)
+    runner = ModelRunner(
+        config.model,
+        kv_tokens=config.kv_tokens,
+        dtype=config.dtype,
+        device=placement.device,
+        compile=config.compile,
+    )
     warm_up(runner, repeats=2)
     return ModelDrafter(runner, config.growing, find_tokenizer(config.model))

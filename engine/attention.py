@@ -57,6 +57,7 @@ class Heads(NamedTuple):
     kv: int  # KV heads
     fold: int  # query heads that share a KV head
     dim: int  # of each
+    windows: tuple[int | None, ...]  # of each layer: a row sees the last so many positions, its own included; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Part:
     heads: Heads
     data: torch.Tensor  # KVPool.data
     write: torch.Tensor  # [rows]: slots of the rows' own KV
-    groups: list[Group]
+    groups: dict[int | None, list[Group]]  # by window
     whole: bool  # there is one group, and it has all rows, padding included
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -89,40 +90,96 @@ class Part:
         store[0].index_copy_(1, self.write, key)
         store[1].index_copy_(1, self.write, value)
 
-    def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """query: [heads, rows, head_dim]; returns [rows, heads, head_dim], zeros in rows that are in no group."""
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float | None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query: [heads, rows, head_dim]; returns [rows, heads, head_dim], zeros in rows that are in no group.
+
+        scale: of the scores, by default 1 / sqrt(head_dim). cap: scores s become cap * tanh(s / cap). sinks: [heads], scores
+        of a key without a value.
+        """
+        groups = self.groups[self.heads.windows[layer]]
+        softmax = Softmax(scale, cap, sinks)
         if self.whole:
-            return self._attend(self.groups[0], layer, query, scale)
+            return self._attend(groups[0], layer, query, softmax)
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
-        for group in self.groups:
-            out[group.rows] = self._attend(group, layer, query[:, group.rows], scale)
+        for group in groups:
+            out[group.rows] = self._attend(group, layer, query[:, group.rows], softmax)
         return out
 
-    def _attend(self, group: Group, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def _attend(self, group: Group, layer: int, query: torch.Tensor, softmax: "Softmax") -> torch.Tensor:
         """Query heads that share a KV head are folded into rows: one pass over the keys. Sizes are constants or -1: this
         is recorded for any number of rows.
         """
-        kv, fold, dim = self.heads
+        kv, fold, dim = self.heads[:3]
         if group.keys.ndim == 2:
-            return self._attend_separately(group, layer, query, scale)
+            return self._attend_separately(group, layer, query, softmax)
         if group.keys.ndim == 1:
             store = self.data[layer]
             keys, values = store[0].index_select(1, group.keys), store[1].index_select(1, group.keys)
         else:
             keys, values = group.keys[layer].unbind(0)
         folded = query.reshape(1, kv, -1, dim)
-        out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=group.bias, scale=scale)
+        out = softmax(folded, keys[None], values[None], group.bias)
         return out.view(kv * fold, -1, dim).transpose(0, 1)
 
-    def _attend_separately(self, group: Group, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def _attend_separately(self, group: Group, layer: int, query: torch.Tensor, softmax: "Softmax") -> torch.Tensor:
         """Every row is a batch entry with its own keys: the same shape and order of arithmetic whatever else is there."""
-        kv, fold, dim = self.heads
+        kv, fold, dim = self.heads[:3]
         assert group.bias is not None
         folded = query.transpose(0, 1).reshape(-1, kv, fold, dim)
         keys, values = (side[:, group.keys].transpose(0, 1) for side in self.data[layer])  # [rows, kv_heads, keys, dim]
         bias = group.bias[:, None, None, :]
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scale)
+        if softmax.fused:
+            out = softmax(folded, keys, values, bias)
+        else:  # matrix products of several entries can choose other kernels than of one
+            rows = zip(*(side.contiguous().split(1) for side in (folded, keys, values, bias)), strict=True)
+            out = torch.cat([softmax(*row) for row in rows])
         return out.reshape(-1, kv * fold, dim)
+
+
+class Softmax(NamedTuple):
+    """How scores become weights in a layer."""
+
+    scale: float | None
+    cap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch has one operation for it."""
+        return self.cap is None and self.sinks is None
+
+    def __call__(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """query: [n, kv_heads, rows, head_dim], keys and values: [n, kv_heads, keys, head_dim]; bias: as their scores."""
+        if self.fused:
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scale)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = (query @ keys.transpose(2, 3)).float() * scale
+        if self.cap is not None:
+            scores = self.cap * torch.tanh(scores / self.cap)
+        if bias is not None:
+            scores = scores + bias
+        if self.sinks is not None:
+            kv, rows = query.shape[1:3]  # a KV head's rows are its query heads', one after the other
+            sinks = self.sinks.float().view(kv, -1).repeat_interleave(rows * kv // len(self.sinks), 1)
+            scores = torch.cat([scores, sinks[None, :, :, None].expand(len(scores), -1, -1, -1)], -1)
+        weights = scores.softmax(-1).to(values.dtype)
+        return weights[..., : keys.shape[2]] @ values
+
+
+@dataclass(slots=True)
+class Current:
+    """What the running pass needs. Attention modules hold it: not all models hand arguments on to them."""
+
+    part: Part | None = None
 
 
 class Layout:
@@ -133,6 +190,7 @@ class Layout:
         self._heads = heads
         self._batch = batch
         self._invariant = invariant
+        self._windows = set(heads.windows)
         counts = [len(rows.tokens) for rows in batch]
         self.starts = [sum(counts[:i]) for i in range(len(counts))]
         self.tokens = [token for rows in batch for token in rows.tokens]
@@ -145,37 +203,45 @@ class Layout:
         slots[: stop - start] = self._slots[start:stop]
         whole = len(self._batch) == 1 and not self._invariant
         if self._invariant:
-            groups = self._separate(start, stop)
+            groups = {window: self._separate(start, stop, window) for window in self._windows}
         else:
-            groups = [
-                self._shared(rows, at, padding * whole) for rows, at in zip(self._batch, self.starts, strict=True)
-            ]
+            groups = {
+                window: [
+                    self._shared(rows, at, padding * whole, window)
+                    for rows, at in zip(self._batch, self.starts, strict=True)
+                ]
+                for window in self._windows
+            }
         return Part(self._heads, self._pool.data, self._tensor(slots), groups, whole)
 
-    def _shared(self, rows: SequenceRows, start: int, padding: int) -> Group:
+    def _shared(self, rows: SequenceRows, start: int, padding: int, window: int | None) -> Group:
         """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""
         n = len(rows.tokens)
+        skipped, seen = (0, rows.visible) if window is None else _in_window(rows, window)
         bias = None
-        if not rows.visible.all():
-            mask = np.zeros((self._heads.fold, n + padding, rows.prefix + len(rows.tree_slots)), np.float32)
-            mask[:, :n, rows.prefix :] = np.where(rows.visible, np.float32(0), np.float32(-np.inf))
+        if not seen.all():
+            mask = np.zeros((self._heads.fold, n + padding, rows.prefix + len(rows.tree_slots) - skipped), np.float32)
+            mask[:, :n, mask.shape[2] - seen.shape[1] :] = np.where(seen, np.float32(0), np.float32(-np.inf))
             bias = self._tensor(mask.reshape(-1, mask.shape[-1])).to(self._pool.data.dtype)
-        return Group(slice(start, start + n), self._keys(rows), bias)
+        return Group(slice(start, start + n), self._keys(rows, skipped), bias)
 
-    def _keys(self, rows: SequenceRows) -> torch.Tensor:
-        """All keys of a sequence: a view where their slots are consecutive, so that nothing is copied, else their index."""
+    def _keys(self, rows: SequenceRows, skipped: int) -> torch.Tensor:
+        """A sequence's keys but the first few: a view where their slots are consecutive, so that nothing is copied, else
+        their index.
+        """
         count = rows.prefix + len(rows.tree_slots)
         first = rows.lease.first
         if first is not None and np.array_equal(rows.tree_slots, rows.lease.slots[rows.prefix : count]):
-            return self._pool.data[:, :, :, first : first + count]
-        return self._tensor(np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots]))
+            return self._pool.data[:, :, :, first + skipped : first + count]
+        return self._tensor(np.concatenate([rows.lease.slots[skipped : rows.prefix], rows.tree_slots]))
 
-    def _separate(self, start: int, stop: int) -> list[Group]:
+    def _separate(self, start: int, stop: int, window: int | None) -> list[Group]:
         """Every row by itself: its keys in position order, padded to a length that its position alone decides."""
         paths: dict[int, list[tuple[int, IntArray]]] = {}
         for rows, first in zip(self._batch, self.starts, strict=True):
             for i in range(max(start - first, 0), min(stop - first, len(rows.tokens))):
                 path = np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots[rows.visible[i]]])
+                path = path if window is None else path[-window:]
                 length = -(-len(path) // _KEY_BUCKET) * _KEY_BUCKET
                 paths.setdefault(length, []).append((first + i - start, path))
         return [self._separate_group(length, rows) for length, rows in paths.items()]
@@ -190,3 +256,12 @@ class Layout:
 
     def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> torch.Tensor:
         return torch.from_numpy(array).to(self._pool.data.device)
+
+
+def _in_window(rows: SequenceRows, window: int) -> tuple[int, BoolArray]:
+    """How many of a sequence's first slots no row sees, and which of the others each row does [n, slots - skipped]."""
+    seen = np.pad(rows.visible, ((0, 0), (rows.prefix, 0)), constant_values=True)
+    ends = np.cumsum(seen, axis=1)  # a slot on a row's path is at position ends - 1, the row at the last of them
+    seen &= ends > ends[:, -1:] - window
+    skipped = min(max(int(ends[:, -1].min()) - window, 0), rows.prefix)
+    return skipped, seen[:, skipped:]

@@ -50,9 +50,11 @@ class _Joined:
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.linear = make_linear(weight, torch.cat(biases) if biases else None)
         self._sizes = [linear.out_features for linear in linears]
+        self.x: torch.Tensor | None = None  # what the parts were computed of
         self.parts: list[torch.Tensor] = []
 
     def compute(self, x: torch.Tensor) -> None:
+        self.x = x
         self.parts = list(self.linear(x).split(self._sizes, -1))
 
 
@@ -66,7 +68,7 @@ class JoinedPart(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features], the same for all parts."""
-        if self._index == 0:
+        if self._index == 0 or x is not self.joined.x:  # not all models call the first first
             self.joined.compute(x)
         return self.joined.parts[self._index]
 
@@ -106,6 +108,7 @@ class FusedLayer(torch.nn.Module):
         self._qkv, self._out = attention.q_proj.joined.linear, attention.o_proj
         self._gate_up, self._down = mlp.gate_proj.joined.linear, mlp.down_proj
         self._index, self._scale, self._dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self._current = attention.paceline
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def forward(
@@ -113,10 +116,10 @@ class FusedLayer(torch.nn.Module):
     ) -> torch.Tensor:
         """hidden_states: [1, rows, hidden_size]; position_embeddings: cosines and sines [1, rows, head_dim].
 
-        kwargs: as transformers passes them to a layer, with `paceline` from the runner.
+        kwargs: as transformers passes them to a layer.
         """
         cosines, sines = position_embeddings
-        return self.compute(hidden_states[0], (cosines[0, :, None], sines[0, :, None]), kwargs["paceline"])[None]
+        return self.compute(hidden_states[0], (cosines[0, :, None], sines[0, :, None]), self._current.part)[None]
 
     def compute(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
         """x: [rows, hidden_size]; rotation: cosines and sines [rows, 1, head_dim]; part: where KV goes and what is seen."""
@@ -162,9 +165,9 @@ class FusedDecoder:
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
         """tokens, positions: int64 [rows]; returns the final hidden states [rows, hidden_size]."""
-        group = part.groups[0]
         if not part.whole:
             return self._compute(tokens, positions, part)
+        group = part.groups[None][0]
         recorded = self._recorded[group.keys.ndim, group.bias is not None]
         bias = () if group.bias is None else (group.bias,)
         states: torch.Tensor = recorded(self._given, tokens, positions, part.write, group.keys, *bias)
@@ -184,7 +187,8 @@ class FusedDecoder:
 
         def run(given: Any, tokens: Any, positions: Any, write: Any, keys: Any, bias: Any = None) -> torch.Tensor:
             self._use(given[1:])
-            return self._compute(tokens, positions, Part(heads, given[0], write, [Group([], keys, bias)], whole=True))
+            groups: dict[int | None, list[Group]] = {None: [Group([], keys, bias)]}
+            return self._compute(tokens, positions, Part(heads, given[0], write, groups, whole=True))
 
         rows = torch.zeros(2, dtype=torch.int64)
         bias = torch.zeros(2 * heads.fold, 2, dtype=pool.data.dtype)
@@ -227,14 +231,19 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Mod
     return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
 
 
-def speed_up(model: torch.nn.Module) -> None:
-    """Replaces what can be replaced in a loaded model, in place. Modules it doesn't know stay as they are."""
+def speed_up(model: torch.nn.Module, fuse: bool) -> None:
+    """Replaces what can be replaced in a loaded model, in place. Modules it doesn't know stay as they are.
+
+    fuse: whether layers may be replaced as a whole; not where they differ, as with sliding windows in some.
+    """
     for module in list(model.modules()):
         for names in _PARALLEL:
             _join(module, names)
         for name, child in list(module.named_children()):
             setattr(module, name, _faster(child))
 
+    if not fuse:
+        return
     config = getattr(model, "config", None)
     for parent in list(model.modules()):
         layers = getattr(parent, "layers", None)

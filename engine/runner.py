@@ -5,6 +5,7 @@ and values to the pool and lets every row see its own path: the committed prefix
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +16,16 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from engine.attention import Heads, Layout, Part, SequenceRows
-from engine.checkpoint import ModelError, check_checkpoint
+from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
+from engine.checkpoint import ModelError, architecture, check_checkpoint
 from engine.cpu import fused_decoder, speed_up
+from engine.head import output_head
 from engine.kv import KVPool
+from engine.probe import PROBE, Unsupported, probe, register_probe
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
+UNCOMPILED = "paceline-uncompiled"  # the same in a compiled model
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
 _BUCKETS = (
     2,
@@ -50,7 +54,8 @@ class ModelRunner:
 
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
     `invariant_rows` rows, and each row attends to its keys gathered in position order at a length that depends on its
-    position. Raises ModelError for a checkpoint that can't be loaded.
+    position. compile: by torch.compile, all but the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
+    Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.
     """
 
     def __init__(
@@ -62,9 +67,11 @@ class ModelRunner:
         device: str = "cpu",
         invariant: bool = False,
         invariant_rows: int = 8,
+        compile: bool = False,
     ) -> None:
         self.path = Path(path)
-        check_checkpoint(self.path)
+        self._architecture = architecture(check_checkpoint(self.path))
+        _check_device(device)
         self.device = device
         self.dtype = pick_dtype(dtype, device)
         self.invariant = invariant
@@ -73,30 +80,69 @@ class ModelRunner:
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_length = _max_length(config)
-        self._heads = _heads(config)
         layers = int(config.num_hidden_layers)
+        replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
+        self._current = Current()
+        try:
+            self._heads = self._probe(layers)
+            if replaced:
+                speed_up(self.model, fuse=set(self._heads.windows) == {None})
+            self._head = output_head(self.model)
+        except Unsupported as error:
+            raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
         self.pool = KVPool(layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
-        self._decoder = fused_decoder(self.model, self.pool, self._heads) if device == "cpu" else None
+        self._decoder = fused_decoder(self.model, self.pool, self._heads) if replaced else None
+        if compile:
+            self._compile()
 
     def _load(self) -> Any:
-        AttentionInterface.register(ATTENTION, _attend)
+        register_probe()
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path,
                 dtype=self.dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=PROBE,
                 local_files_only=True,
+                trust_remote_code=False,
+                # One row at a time, whichever experts the rows beside it go to.
+                experts_implementation="batched_mm" if self.invariant else None,
                 output_loading_info=True,
             )
         except _LOAD_ERRORS as error:
-            raise ModelError(f"{self.path} can't be loaded: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())[:300]
+            if error.args == (PROBE,):
+                reason = "it does not use transformers' attention interface"
+            raise ModelError(f"{self.path} can't be loaded: {self._architecture}: {reason}") from error
         model, loading = loaded
         if missing := sorted(loading["missing_keys"]):  # transformers would make them up
             raise ModelError(f"{self.path} can't be loaded: {len(missing)} weights are missing, {missing[0]} first")
-        model = model.to(self.device).eval().requires_grad_(False)
-        if self.device == "cpu":
-            speed_up(model)
-        return model
+        if self.invariant and _mixes_experts(model):
+            raise ModelError(f"{self.path} can't be run: {self._architecture} has experts that have no invariant mode")
+        return model.to(self.device).eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def _probe(self, layers: int) -> Heads:
+        """Finds out what the model's attention is like, and gives it ours."""
+        AttentionInterface.register(ATTENTION, _attend)
+        heads = probe(self.model, layers, self.max_length, self._current)
+        self.model.set_attn_implementation(ATTENTION)
+        return heads
+
+    def _compile(self) -> None:
+        """Compiles the model for any number of rows, with our attention left as it is: its keys grow with every step."""
+        AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attend))
+        self.model.set_attn_implementation(UNCOMPILED)
+        lease = self.pool.lease(4)
+        try:
+            with warnings.catch_warnings():  # torch's compiler uses what torch deprecates
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.model.base_model.compile(dynamic=True)
+                self.forward([chain_rows(lease, 0, [0] * 4)])
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{self.path} can't be compiled: {self._architecture}: {reason}") from error
+        finally:
+            self.pool.release(lease)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
@@ -117,23 +163,23 @@ class ModelRunner:
         part = layout.part(start, stop, padding)
         if self._decoder is not None:
             return self._decoder(tokens, positions, part)[: stop - start]
+        self._current.part = part
         base = self.model.base_model
-        out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paceline=part)
+        out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         states: torch.Tensor = out.last_hidden_state[0, : stop - start]
         return states
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The output head on [n, hidden_size], called with bucketed row counts."""
-        head = self.model.get_output_embeddings()
         n = len(hidden)
         if n == 0:
             return hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
         size = self._rows if self.invariant else self.called_with(n)
         if n == size:
-            logits: torch.Tensor = head(hidden)
+            logits = self._head(hidden)
         else:
             hidden = F.pad(hidden, (0, 0, 0, -n % size))
-            logits = torch.cat([head(hidden[i : i + size]) for i in range(0, len(hidden), size)])
+            logits = torch.cat([self._head(hidden[i : i + size]) for i in range(0, len(hidden), size)])
         return logits[:n].float()
 
     def called_with(self, rows: int) -> int:
@@ -143,15 +189,27 @@ class ModelRunner:
         return next((bucket for bucket in (0, *_BUCKETS) if bucket >= rows), -(-rows // 64) * 64)
 
 
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from error
+
+
 def _max_length(config: Any) -> int:
-    """Positions at which every token may see all before it: a sliding window is no different until it is full."""
-    return min(int(config.max_position_embeddings), int(getattr(config, "sliding_window", None) or sys.maxsize))
+    """Positions that the model knows, of those at which its rotations don't depend on the length of the text."""
+    known = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    rotations = getattr(config, "rope_parameters", None) or {}
+    for rotation in (rotations, *rotations.values()):  # one for all layers, or for every kind of them
+        if isinstance(rotation, dict) and rotation.get("rope_type") == "longrope":
+            known = min(known, rotation.get("original_max_position_embeddings") or known)
+    return int(known)
 
 
-def _heads(config: Any) -> Heads:
-    query = int(config.num_attention_heads)
-    kv = int(getattr(config, "num_key_value_heads", None) or query)
-    return Heads(kv, query // kv, int(getattr(config, "head_dim", None) or config.hidden_size // query))
+def _mixes_experts(model: Any) -> bool:
+    """Whether rows that go to the same expert are computed together, however many they are."""
+    experts = any("expert" in type(module).__name__.lower() for module in model.modules())
+    return experts and not model._can_set_experts_implementation()
 
 
 def _wanted(rows: SequenceRows, start: int) -> range:
@@ -159,17 +217,23 @@ def _wanted(rows: SequenceRows, start: int) -> range:
 
 
 def _attend(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
+    attention_mask: None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
     *,
-    paceline: Part,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    paceline.write_kv(layer, key[0], value[0])
-    return paceline.attend(layer, query[0], scaling)[None], None
+    """transformers' attention interface: query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim].
+
+    The layer's window, if any, is known from the probe.
+    """
+    part: Part = module.paceline.part
+    layer = int(module.layer_idx)
+    part.write_kv(layer, key[0], value[0])
+    return part.attend(layer, query[0], scaling, softcap, s_aux).contiguous()[None], None

@@ -1,6 +1,7 @@
 """A larger model with the same outputs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from engine.attention import chain_rows
 from engine.checkpoint import ModelError
+from engine.decode import decode
 from engine.expand import expand
 from engine.runner import ModelRunner
+from engine.types import GenerationRequest, SamplingParams
 from tests import exact
+from tests.families import FAMILIES, save
 
 
 def logits(model: Path, tokens: list[int]) -> torch.Tensor:
@@ -35,3 +39,32 @@ def test_a_model_can_be_written_as_it_is(tmp_path: Path) -> None:
 def test_a_model_does_not_get_smaller(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="2 layers already, more than 1"):
         expand(exact.DRAFT, 1, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "phi3", "smollm3"])
+def test_families_give_the_same_greedy_text(tmp_path: Path, name: str) -> None:
+    small = save(name, FAMILIES[name], tmp_path / "small")
+    expand(small, 9, tmp_path / "large")
+    prompts = [tuple(range(3, 3 + length)) for length in (1, 12)]
+    expected = exact.transformers_greedy(small, prompts, 16)
+    assert exact.transformers_greedy(tmp_path / "large", prompts, 16) == expected
+    requests = [GenerationRequest(str(i), prompt, SamplingParams(max_tokens=16)) for i, prompt in enumerate(prompts)]
+    runner = ModelRunner(tmp_path / "large", dtype="float32", kv_tokens=256)
+    assert [generation.tokens for generation in decode(runner, requests)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("mixtral", {}, "MixtralForCausalLM has no layers"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "change the output of GPT2LMHeadModel"),
+        ("opt", {"do_layer_norm_before": False}, "change the output of OPTForCausalLM"),
+    ],
+)
+def test_a_model_that_cannot_be_expanded_is_named(
+    tmp_path: Path, name: str, changes: dict[str, Any], reason: str
+) -> None:
+    small = save(name, FAMILIES[name] | changes, tmp_path / "small")
+    with pytest.raises(ModelError, match=reason):
+        expand(small, 6, tmp_path / "large")
+    assert not (tmp_path / "large").exists()

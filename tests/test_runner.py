@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,63 +10,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM
 
-from engine.attention import SequenceRows, chain_rows
+from engine.attention import chain_rows
 from engine.checkpoint import ModelError
 from engine.cpu import PackedLinear
-from engine.kv import Lease
 from engine.runner import ModelRunner, pick_dtype
-from engine.tree import TokenTree
 from tests import exact
 from tests.exact import Tokens
-
-
-def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
-    """Different ways to compute the same float32 logits."""
-    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-
-
-@contextmanager
-def leased(runner: ModelRunner, *lengths: int) -> Iterator[list[Lease]]:
-    leases = [runner.pool.lease(length) for length in lengths]
-    try:
-        yield leases
-    finally:
-        for lease in leases:
-            runner.pool.release(lease)
-
-
-def prefill(runner: ModelRunner, lease: Lease, tokens: Sequence[int], chunk: int = 64) -> torch.Tensor:
-    """Logits after every token [tokens, vocab_size], computed `chunk` tokens at a time."""
-    parts = [
-        runner.forward([chain_rows(lease, start, tokens[start : start + chunk], wanted=0)])
-        for start in range(0, len(tokens), chunk)
-    ]
-    return torch.cat(parts)
-
-
-def grown(size: int, seed: int) -> TokenTree:
-    rng = np.random.default_rng(seed)
-    tree = TokenTree(7, 64)
-    while tree.size <= size:
-        tree.add(int(rng.integers(tree.size)), int(rng.integers(4096)), 0.5)
-    return tree
-
-
-def tree_rows(lease: Lease, start: int, tree: TokenTree, slots: np.ndarray) -> SequenceRows:
-    """The whole tree, its root at position `start`."""
-    everything = range(tree.size)
-    return SequenceRows(
-        lease=lease,
-        prefix=start,
-        tokens=tree.token[: tree.size].tolist(),
-        positions=[start + depth for depth in tree.depth[: tree.size].tolist()],
-        slots=slots,
-        tree_slots=slots,
-        visible=tree.visible(everything, everything),
-    )
-
+from tests.rows import assert_close, grown, leased, prefill, tree_rows
 
 # checkpoints that are none
 
@@ -317,25 +268,3 @@ def test_a_chain_is_at_consecutive_positions_and_sees_what_came_before(target: M
         assert rows.slots.tolist() == lease.slots[30:33].tolist()
         assert rows.visible.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
         assert (rows.prefix, rows.wanted) == (30, 2)
-
-
-def test_a_sliding_window_is_the_longest_a_text_may_be(tmp_path: Path) -> None:
-    """Up to its length it is attention like any other."""
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        sliding_window=16,
-    )
-    torch.manual_seed(0)
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    runner = ModelRunner(tmp_path, dtype="float32", kv_tokens=64)
-    assert runner.max_length == 16
-    tokens = list(range(16))
-    reference = MistralForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with leased(runner, 16) as (lease,), torch.inference_mode():
-        assert_close(prefill(runner, lease, tokens), reference(torch.tensor([tokens])).logits[0])

@@ -1,0 +1,59 @@
+"""Rows of forward passes, for tests of what a model computes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from engine.attention import SequenceRows, chain_rows
+from engine.kv import Lease
+from engine.runner import ModelRunner
+from engine.tree import TokenTree
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Different ways to compute the same float32 logits."""
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@contextmanager
+def leased(runner: ModelRunner, *lengths: int) -> Iterator[list[Lease]]:
+    leases = [runner.pool.lease(length) for length in lengths]
+    try:
+        yield leases
+    finally:
+        for lease in leases:
+            runner.pool.release(lease)
+
+
+def prefill(runner: ModelRunner, lease: Lease, tokens: Sequence[int], chunk: int = 64) -> torch.Tensor:
+    """Logits after every token [tokens, vocab_size], computed `chunk` tokens at a time."""
+    parts = [
+        runner.forward([chain_rows(lease, start, tokens[start : start + chunk], wanted=0)])
+        for start in range(0, len(tokens), chunk)
+    ]
+    return torch.cat(parts)
+
+
+def grown(size: int, seed: int, vocab_size: int = 4096) -> TokenTree:
+    """A random tree of this many nodes below its root."""
+    rng = np.random.default_rng(seed)
+    tree = TokenTree(7, 64)
+    while tree.size <= size:
+        tree.add(int(rng.integers(tree.size)), int(rng.integers(vocab_size)), 0.5)
+    return tree
+
+
+def tree_rows(lease: Lease, start: int, tree: TokenTree, slots: np.ndarray) -> SequenceRows:
+    """The whole tree, its root at position `start`."""
+    everything = range(tree.size)
+    return SequenceRows(
+        lease=lease,
+        prefix=start,
+        tokens=tree.token[: tree.size].tolist(),
+        positions=[start + depth for depth in tree.depth[: tree.size].tolist()],
+        slots=slots,
+        tree_slots=slots,
+        visible=tree.visible(everything, everything),
+    )
