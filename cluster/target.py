@@ -42,6 +42,7 @@ class TargetStats:
     verified: int = 0  # draft tokens in steps
     tried: int = 0  # of them, along the walked path
     accepted: int = 0
+    expected: float = 0.0  # of them, what the window expected of its choices; near `accepted` when it is calibrated
     hits: int = 0  # sequence steps at whose end the mirror held a child below the new root
     empty: int = 0  # sequence steps of attached sessions that verified nothing
     forward_s: float = 0.0  # in steps
@@ -196,6 +197,8 @@ class TargetReplica:
         speculating = [running for running in self._running.values() if self._can_speculate(running)]
         trees = [self._state.mirror(running.session) for running in speculating]
         chosen = dict(zip((running.session for running in speculating), self._window.choose(trees), strict=True))
+        choice = self._window.explain() if trees else None
+        self._stats.expected += choice.accepted if choice is not None else 0.0
         for running in self._running.values():
             nodes = chosen.get(running.session)
             tree = self._state.mirror(running.session) if nodes is not None else None

@@ -332,7 +332,7 @@ def distill(
 
 @app.command()
 def expand(
-    model: Annotated[Path, typer.Argument(help="checkpoint folder of a Llama-family model")],
+    model: Annotated[Path, typer.Argument(help="checkpoint folder")],
     layers: Annotated[int, typer.Option(min=1, help="decoder layers of the new model")],
     out: Annotated[Path, typer.Option(help="folder that gets the new checkpoint")],
 ) -> None:
@@ -379,7 +379,7 @@ def check_models(target: Path, draft: Path | None) -> int:
         sizes = values["vocab_size"], check_checkpoint(draft)["vocab_size"]
         if sizes[0] != sizes[1]:
             raise ModelError(f"vocabularies differ: {sizes[0]} tokens in {target}, {sizes[1]} in {draft}")
-    return int(values.get("max_position_embeddings", sys.maxsize))
+    return int(values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ The goodput window maximises expected tokens per second, as SmartSpec does for c
 https://arxiv.org/abs/2406.14066): nodes are taken in order of their probability while they earn more than they cost.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from engine.step import MAX_WINDOW
 from engine.tree import ROOT, TokenTree
 from engine.types import FloatArray, IntArray
 
+logger = logging.getLogger(__name__)
 _BINS = 10  # of confidence
 _DEPTHS = 8  # deeper nodes share the last
 _PRIOR = 8.0  # trials that the draft's own confidence counts for
@@ -119,8 +121,26 @@ class CostModel:
         return table
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a window expects of the step that it chose, and why it did."""
+
+    sequences: int
+    nodes: int
+    accepted: float  # draft tokens expected to be accepted
+    milliseconds: float  # expected of the step
+    alone_ms: float  # of a step without draft tokens
+
+    def __str__(self) -> str:
+        tokens, alone = self.sequences + self.accepted, f"{self.sequences} in {self.alone_ms:.1f} ms without"
+        return f"{self.nodes} draft tokens: {tokens:.2f} tokens expected in {self.milliseconds:.1f} ms, {alone}"
+
+
 class Window(Protocol):
     """Decides which nodes of each tree the target verifies next."""
+
+    def explain(self) -> Choice | None:
+        """Of the last choice; None for windows that expect nothing."""
 
     def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
         """For each tree the nodes to verify, with their ancestors, in index order; at most MAX_WINDOW each."""
@@ -141,6 +161,11 @@ class GoodputWindow:
     max_nodes: int = 31
     overhead_ms: float = 0.0
     _idle: int = 0  # choices in a row that took nothing
+    _last: Choice | None = None
+
+    def explain(self) -> Choice | None:
+        """See Window."""
+        return self._last
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """See Window."""
@@ -150,10 +175,17 @@ class GoodputWindow:
         """See Window."""
         reach = [self.calibration.paths(tree)[1:] for tree in trees]
         everything = np.concatenate(reach) if reach else np.zeros(0, np.float32)
-        chosen = self._worth(everything, len(trees))
+        best = np.sort(everything)[::-1][: self.max_nodes]
+        expected = np.concatenate([np.zeros(1), np.cumsum(best)])
+        milliseconds = self.cost.table(len(trees) + len(best))[len(trees) :] + self.overhead_ms
+        chosen = int(np.argmax((len(trees) + expected) / milliseconds))
         self._idle = 0 if chosen else self._idle + 1
         if chosen == 0 and self._idle % _PROBE_EVERY == 0 and len(everything):
             chosen = 1  # a look whether speculation pays again
+        self._last = Choice(
+            len(trees), chosen, float(expected[chosen]), float(milliseconds[chosen]), float(milliseconds[0])
+        )
+        logger.debug("%s", self._last)
         if chosen == 0:
             return [np.zeros(0, np.int32) for _ in trees]
         owners = np.repeat(np.arange(len(trees)), [len(part) for part in reach])
@@ -162,13 +194,6 @@ class GoodputWindow:
             tree.best(min(count, MAX_WINDOW), np.concatenate([np.ones(1, np.float32), part]))
             for tree, count, part in zip(trees, counts.tolist(), reach, strict=True)
         ]
-
-    def _worth(self, probabilities: FloatArray, sequences: int) -> int:
-        """How many of the most probable nodes to verify."""
-        best = np.sort(probabilities)[::-1][: self.max_nodes]
-        expected = sequences + np.concatenate([np.zeros(1), np.cumsum(best)])
-        milliseconds = self.cost.table(sequences + len(best))[sequences:] + self.overhead_ms
-        return int(np.argmax(expected / milliseconds))
 
 
 class Patience:

@@ -16,6 +16,9 @@ class FixedChain:
 
     length: int
 
+    def explain(self) -> None:
+        """Expects nothing."""
+
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns nothing."""
 
@@ -39,6 +42,9 @@ class FixedTree:
     """The `size` most probable nodes by the draft's own confidence."""
 
     size: int
+
+    def explain(self) -> None:
+        """Expects nothing."""
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns nothing."""

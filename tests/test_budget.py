@@ -255,6 +255,20 @@ def test_goodput_learns_that_a_confident_draft_is_wrong() -> None:
     assert len(window.choose([tree])[0]) == 0
 
 
+def test_a_choice_says_what_it_expects() -> None:
+    window = GoodputWindow(Calibration(), costs({1: 10.0, 101: 110.0}))
+    assert window.explain() is None
+    window.choose([star(0.4, 0.3, 0.2, 0.05, 0.04)])
+    choice = window.explain()
+    assert choice is not None
+    assert (choice.sequences, choice.nodes) == (1, 3)
+    assert choice.accepted == pytest.approx(0.9, abs=1e-3)
+    assert (choice.milliseconds, choice.alone_ms) == pytest.approx((13.0, 10.0))
+    assert str(choice) == "3 draft tokens: 1.90 tokens expected in 13.0 ms, 1 in 10.0 ms without"
+    fixed: Window = FixedTree(3)
+    assert fixed.explain() is None
+
+
 # patience
 
 
