@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from transformers import PreTrainedTokenizerFast
 
+from cluster.batch import Batch
 from cluster.intake import Intake, Running, Sink, Submitted
 from cluster.link import Link
 from cluster.loop import Loop
@@ -18,9 +19,9 @@ from cluster.placement import Placement
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.budget import Patience, Window
-from engine.kv import PoolExhausted
+from engine.elastic import ElasticSequence
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_prompt
+from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_prompt
 from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up, require
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class TargetStats:
     waiting: int = 0  # now
     drafts: int = 0  # linked now
     requests: int = 0
+    preempted: int = 0  # times a request gave up its pages to older ones, and waited again
+    shared: int = 0  # tokens of entering requests whose KV was known and not computed
     steps: int = 0  # that committed something for somebody
     tokens: int = 0  # committed
     sequence_steps: int = 0  # steps that committed, counted for each sequence
@@ -62,9 +65,12 @@ class TargetReplica:
         replica: int = 0,
         max_batch: int = 64,
         flush_s: float = 0.0,
+        prefill_tokens: int = 128,
         on_step: Callable[[int, float], None] | None = None,
     ) -> None:
         """window: what is verified. flush_s: tokens are handed out at most this often per request.
+
+        prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
 
         on_step(rows, milliseconds): called after each step, for the cost model.
         """
@@ -73,7 +79,6 @@ class TargetReplica:
         self._window = window
         self._tokenizer = tokenizer
         self._placement = placement or Placement()
-        self._max_batch = max_batch
         self._flush_s = flush_s
         self._on_step = on_step
         self._state = TargetState(runner.vocab_size, replica)
@@ -81,7 +86,8 @@ class TargetReplica:
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
         self._intake = Intake()
-        self._running: dict[str, Running] = {}
+        self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens)
+        self._running = self._batch.running
         self._next_renewal = time.monotonic() + _RENEW_EVERY_S
         self._stats = TargetStats()
         self.trace = Trace()
@@ -98,6 +104,8 @@ class TargetReplica:
         check_prompt(request, self._runner)
         can_stop = self._tokenizer is not None or not request.params.stop
         require(can_stop, "stop", "stop strings need the model's tokenizer")
+        total, room = len(request.prompt) + request.params.max_tokens, self._runner.pool.capacity - MAX_WINDOW - 1
+        require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
         self._intake.submit(Submitted(request, sink))
         self._loop.do(self._admit)
 
@@ -161,11 +169,9 @@ class TargetReplica:
             link.close()
 
     def _audit(self) -> None:
-        self._runner.pool.check()
+        self._batch.check()
         self._state.check()
         assert self._state.sessions == len(self._running), "a session is left behind"
-        held = sum(len(running.sequence.lease.pages) for running in self._running.values())
-        assert self._runner.pool.used_pages == held, "pages are left behind"
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""
@@ -180,8 +186,8 @@ class TargetReplica:
         forward_s = time.monotonic() - forward_started
         self._account(plans, outcomes, forward_s, forward_started)
         self._receive()  # what grew during the step, before the roots move
-        for running, plan, outcome in zip(list(self._running.values()), plans, outcomes, strict=True):
-            self._commit(running, plan, outcome)
+        for plan, outcome in zip(plans, outcomes, strict=True):
+            self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
         self._send()
         if any(outcome.tokens for outcome in outcomes):
             step_s = time.monotonic() - started
@@ -189,15 +195,20 @@ class TargetReplica:
             self._learn(plans, outcomes, step_s - waited_s)
 
     def _plan(self) -> list[Plan]:
-        """The window of every decoding sequence that has a draft; the others run without."""
+        """The window of every decoding sequence that has a draft; the others run without. Some prefixes wait."""
         plans = []
+        prefills = self._batch.prefills()
         speculating = [running for running in self._running.values() if self._can_speculate(running)]
         trees = [self._state.mirror(running.session) for running in speculating]
         chosen = dict(zip((running.session for running in speculating), self._window.choose(trees), strict=True))
-        for running in self._running.values():
-            nodes = chosen.get(running.session)
-            tree = self._state.mirror(running.session) if nodes is not None else None
-            plans.append(Plan(running.sequence, tree, nodes))
+        for request_id, running in self._running.items():
+            if running.sequence.prefilling:
+                if request_id in prefills:
+                    plans.append(Plan(running.sequence, prefill=prefills[request_id]))
+            else:
+                nodes = chosen.get(running.session)
+                tree = self._state.mirror(running.session) if nodes is not None else None
+                plans.append(Plan(running.sequence, tree, nodes))
         return plans
 
     def _can_speculate(self, running: Running) -> bool:
@@ -276,39 +287,47 @@ class TargetReplica:
         if reason is not None:
             self._end(running.submitted, reason)
         elif time.monotonic() - running.flushed >= self._flush_s:
-            running.flushed = time.monotonic()
-            running.submitted.sink(running.flush())
+            self._hand_out(running)
 
     # requests
 
     def _take_in(self) -> None:
-        """What the drafts said since the last step, and the waiting requests that fit now."""
+        """What the drafts said since the last step; pages for the next one; and the waiting requests that fit now."""
         self._receive()
         if time.monotonic() > self._next_renewal:
             self._next_renewal = time.monotonic() + _RENEW_EVERY_S
             self._state.renewal_due()
+        for running in self._batch.make_room():
+            self._pause(running)
         self._admit()
 
     def _admit(self) -> None:
-        waiting = self._intake.waiting
-        while waiting and len(self._running) < self._max_batch:
-            submitted = waiting[0]
-            try:
-                sequence = Sequence(submitted.request, self._runner, self._tokenizer)
-            except PoolExhausted as error:
-                if self._running:
-                    return  # it waits until somebody is done
-                self._end(submitted, "error", str(error))
-            else:
-                waiting.popleft()
-                self._start(submitted, sequence)
+        for running in self._batch.admit():
+            self._start(running)
 
-    def _start(self, submitted: Submitted, sequence: Sequence) -> None:
-        self._stats.requests += 1
-        session = self._state.session_opened(sequence.tokens, submitted.request.params)
-        self._running[submitted.request.request_id] = Running(submitted, sequence, session)
+    def _sequence(self, request: GenerationRequest) -> ElasticSequence:
+        return ElasticSequence(request, self._runner, self._tokenizer)
+
+    def _start(self, running: Running) -> None:
+        """A request starts, or goes on after it was preempted."""
+        sequence, submitted = running.sequence, running.submitted
+        self._stats.requests += not running.started
+        running.started = True
+        self._stats.shared += sequence.computed
+        running.session = self._state.session_opened(sequence.tokens, submitted.request.params)
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)
+
+    def _pause(self, running: Running) -> None:
+        """A request was preempted: its client gets what there is, its draft forgets it."""
+        self._stats.preempted += 1
+        self._state.session_closed(running.session)
+        if running.buffered:
+            self._hand_out(running)
+
+    def _hand_out(self, running: Running) -> None:
+        running.flushed = time.monotonic()
+        running.submitted.sink(running.flush())
 
     def _cancel(self, request_id: str) -> None:
         submitted = self._intake.find(request_id)
@@ -319,10 +338,10 @@ class TargetReplica:
         """Frees everything and says so to the client, with the tokens it did not get yet."""
         request_id = submitted.request.request_id
         last = TokenChunk(request_id, (), (), reason, error)
-        running = self._running.pop(request_id, None)
+        running = submitted.running
         if running is not None:
-            self._runner.pool.release(running.sequence.lease)
-            self._state.session_closed(running.session)
+            if self._batch.leave(running):
+                self._state.session_closed(running.session)
             last = running.flush(reason, error)
         self._intake.end(submitted, last)
 

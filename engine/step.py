@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import sampling
 from engine.attention import SequenceRows, chain_rows
+from engine.kv import KVPool, Lease
 from engine.noise import NoiseRows
 from engine.runner import ModelRunner
 from engine.text import StopStrings, TextStream
@@ -42,9 +43,16 @@ class Sequence:
             if tokenizer is None:
                 raise InvalidRequest("stop", "stop strings need the model's tokenizer")
             self._text, self._stops = TextStream(tokenizer), StopStrings(params.stop)
-        self.lease = runner.pool.lease(self.limit + MAX_WINDOW + 1)  # last: nothing below may refuse the request
+        self.lease = self._first_lease(runner.pool)  # last: nothing below may refuse the request
         for token in request.resume_tokens:
             self._check_end(token)
+
+    def _first_lease(self, pool: KVPool) -> Lease:
+        return pool.lease(self.limit + MAX_WINDOW + 1)
+
+    def advance(self, computed: int) -> None:
+        """So many of its tokens have KV now."""
+        self.computed = computed
 
     @property
     def prefilling(self) -> bool:
@@ -106,6 +114,7 @@ class Plan:
     sequence: Sequence
     tree: TokenTree | None = None  # its root is the sequence's last token
     nodes: IntArray | None = None  # the window: nodes of the tree to verify, with their ancestors, in index order
+    prefill: int | None = None  # while prefilling: at most so many tokens; None: a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +161,7 @@ class Stepper:
         sequence = plan.sequence
         if sequence.prefilling:
             pending = sequence.tokens[sequence.computed :]
-            chunk = pending[: self._prefill_chunk]
+            chunk = pending[: plan.prefill or self._prefill_chunk]
             done = len(chunk) == len(pending)
             return chain_rows(sequence.lease, sequence.computed, chunk, len(chunk) - 1 if done else len(chunk))
         if plan.tree is None or plan.nodes is None or len(plan.nodes) == 0:
@@ -178,7 +187,7 @@ class Stepper:
         """Chooses, walks, moves the accepted tokens' KV into place."""
         sequence = plan.sequence
         if len(logits) == 0:
-            sequence.computed += len(rows.tokens)
+            sequence.advance(sequence.computed + len(rows.tokens))
             return Outcome(sequence, [], 0, 0, [], [])
         nodes = [ROOT] if len(logits) == 1 or plan.nodes is None else [ROOT, *plan.nodes.tolist()]
         row_of = {node: row for row, node in enumerate(nodes)}
@@ -192,7 +201,7 @@ class Stepper:
         moved = [row_of[node] for node in path[:accepted]]
         slots = sequence.lease.slots
         self.runner.pool.move([int(slots[base + row]) for row in moved], slots[base + 1 : base + 1 + accepted].tolist())
-        sequence.computed = base + 1 + accepted
+        sequence.advance(base + 1 + accepted)
         if sequence.noise is not None:
             sequence.noise.forget_before(len(sequence.tokens))
         kept = [margins[row_of[node]] for node in [ROOT, *path]][: len(taken)] if margins else []

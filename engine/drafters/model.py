@@ -15,6 +15,7 @@ from engine.attention import SequenceRows, chain_rows
 from engine.drafters.ngram import LONGEST, NgramIndex, hang
 from engine.kv import Lease
 from engine.noise import NoiseRows
+from engine.prefix import HandleChain
 from engine.runner import ModelRunner
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
 from engine.types import SamplingParams
@@ -48,6 +49,7 @@ class _Session:
         self.tokens = tokens
         self.params = params
         self.computed = 0
+        self.chain = HandleChain()  # of the tokens, as far as it was needed
         self.lease = lease  # committed tokens
         self.tree_lease = tree_lease  # draft tokens, one slot each
         self.free_slots: list[int] = tree_lease.slots.tolist()
@@ -77,13 +79,15 @@ class ModelDrafter:
         """See Drafter."""
         self.close(session)
         pool, growing = self._runner.pool, self._growing
-        lease = pool.lease(len(tokens))
+        chain = HandleChain(tokens)
+        lease, known = pool.lease_known(len(tokens), len(tokens), chain.digests(pool.page_size))
         try:
             tree_lease = pool.lease(growing.max_nodes)
         except RuntimeError:
             pool.release(lease)
             raise
         held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes)
+        held.chain, held.computed = chain, known
         if params.temperature > 0:
             held.noise = NoiseRows(params.seed, self._runner.vocab_size, self._runner.device)
         self._sessions[session] = held
@@ -102,6 +106,7 @@ class ModelDrafter:
             count = len(moved.path_slots)
             pool.move(moved.path_slots, held.lease.slots[old : old + count].tolist())
             held.computed = old + count
+            self._seal(held)
         held.free_slots.extend(moved.path_slots + moved.freed_slots)
         if held.noise is not None:
             held.noise.forget_before(len(held.tokens))
@@ -133,7 +138,18 @@ class ModelDrafter:
             return []
         logits = self._runner.forward(batch)
         self._expand(places, logits)
-        return list(dict.fromkeys(session for session, _ in places))
+        grown = list(dict.fromkeys(session for session, _ in places))
+        for session in grown:
+            self._seal(self._sessions[session])
+        return grown
+
+    def _seal(self, held: _Session) -> None:
+        """Pages that are full now are kept for who opens the same prefix, after a lost link as well."""
+        size = self._runner.pool.page_size
+        full = held.computed // size
+        if full > len(held.lease.sealed):
+            held.chain.extend(held.tokens[len(held.chain) :])
+            self._runner.pool.seal(held.lease, held.chain.digests(size)[:full])
 
     def tree(self, session: int) -> TokenTree:
         """See Drafter."""
