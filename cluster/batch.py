@@ -13,8 +13,8 @@ from engine.elastic import ElasticSequence
 from engine.kv import KVPool, PoolExhausted
 from engine.types import GenerationRequest
 
-OVERTAKING = 8  # how often a waiting request is overtaken, and how many waiting ones are looked at beyond those
-_CHUNK = 64  # tokens of one prefix in a step
+OVERTAKING = 8  # times that a waiting request is overtaken; and so many that don't fit are looked past
+_CHUNK = 64  # tokens of one prefix in a step, more when few prefixes share it
 
 
 class Batch:
@@ -36,6 +36,8 @@ class Batch:
         self._prefill_tokens = prefill_tokens
         self._turns = count()
         self.running: dict[str, Running] = {}  # by request id
+        self.preempted = 0  # times a request gave up its pages to older ones, and waited again
+        self.shared = 0  # tokens whose KV was known and not computed, after a preemption too
 
     def admit(self) -> list[Running]:
         """Lets in what fits; these requests, none of which has a session."""
@@ -49,6 +51,7 @@ class Batch:
             running = self._running_of(submitted)
             if self._fits(running.sequence):
                 running.sequence.enter()
+                self.shared += running.sequence.computed
                 running.turn = next(self._turns)
                 self.running[submitted.request.request_id] = running
                 self._intake.admitted(submitted)
@@ -73,18 +76,20 @@ class Batch:
 
         Who needs a page that another computes in this step computes nothing: it takes that page over in the next one.
         """
+        waiting = [(request_id, running) for request_id, running in self.running.items() if running.sequence.prefilling]
+        chunk = max(_CHUNK, self._prefill_tokens // max(1, len(waiting)))
         shares: dict[str, int] = {}
         claimed: set[bytes | None] = set()
         left = self._prefill_tokens
-        for request_id, running in sorted(self.running.items(), key=lambda item: item[1].turn):
+        for request_id, running in sorted(waiting, key=lambda item: item[1].turn):
             sequence = running.sequence
-            if left > 0 and sequence.prefilling and sequence.catch_up():
-                page = sequence.next_page
-                if page is None or page not in claimed:
-                    claimed.add(page)
-                    shares[request_id] = min(_CHUNK, left, len(sequence.tokens) - sequence.computed)
-                    left -= shares[request_id]
-                    running.turn = next(self._turns)
+            self.shared += sequence.catch_up()
+            page = sequence.next_page
+            if left > 0 and sequence.prefilling and (page is None or page not in claimed):
+                claimed.add(page)
+                shares[request_id] = min(chunk, left, len(sequence.tokens) - sequence.computed)
+                left -= shares[request_id]
+                running.turn = next(self._turns)
         return shares
 
     def leave(self, running: Running) -> bool:
@@ -128,6 +133,7 @@ class Batch:
         """The last admitted gives up its pages and waits, before all others."""
         _, last = self.running.popitem()
         last.sequence.leave()
+        self.preempted += 1
         self._intake.put_back(last.submitted)
         return last
 

@@ -37,7 +37,7 @@ class TargetStats:
     drafts: int = 0  # linked now
     requests: int = 0
     preempted: int = 0  # times a request gave up its pages to older ones, and waited again
-    shared: int = 0  # tokens of entering requests whose KV was known and not computed
+    shared: int = 0  # tokens whose KV was known and not computed, after a preemption too
     steps: int = 0  # that committed something for somebody
     tokens: int = 0  # committed
     sequence_steps: int = 0  # steps that committed, counted for each sequence
@@ -71,7 +71,6 @@ class TargetReplica:
         """window: what is verified. flush_s: tokens are handed out at most this often per request.
 
         prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
-
         on_step(rows, milliseconds): called after each step, for the cost model.
         """
         self._runner = runner
@@ -124,7 +123,8 @@ class TargetReplica:
     def stats(self) -> TargetStats:
         """A snapshot."""
         now = {"running": len(self._running), "waiting": len(self._intake.waiting), "drafts": len(self._links)}
-        return TargetStats(**{**asdict(self._stats), **now, "link": asdict(self._state.counters)})
+        kept = {"preempted": self._batch.preempted, "shared": self._batch.shared}
+        return TargetStats(**{**asdict(self._stats), **now, **kept, "link": asdict(self._state.counters)})
 
     @property
     def alive(self) -> bool:
@@ -313,14 +313,12 @@ class TargetReplica:
         sequence, submitted = running.sequence, running.submitted
         self._stats.requests += not running.started
         running.started = True
-        self._stats.shared += sequence.computed
         running.session = self._state.session_opened(sequence.tokens, submitted.request.params)
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)
 
     def _pause(self, running: Running) -> None:
         """A request was preempted: its client gets what there is, its draft forgets it."""
-        self._stats.preempted += 1
         self._state.session_closed(running.session)
         if running.buffered:
             self._hand_out(running)

@@ -66,12 +66,13 @@ class ElasticSequence(Sequence):
         if full > len(self.lease.sealed):
             self._pool.seal(self.lease, self._digests()[:full])
 
-    def catch_up(self) -> bool:
-        """Takes over what others have computed of its prefix since it entered; whether it is still prefilling."""
+    def catch_up(self) -> int:
+        """Takes over what others have computed of its prefix since it entered; how many tokens that saves."""
         size = self._pool.page_size
         self._pool.adopt(self.lease, self._digests()[: (len(self.tokens) - 1) // size])
-        self.computed = max(self.computed, len(self.lease.sealed) * size)
-        return self.prefilling
+        saved = max(0, len(self.lease.sealed) * size - self.computed)
+        self.computed += saved
+        return saved
 
     @property
     def next_page(self) -> bytes | None:

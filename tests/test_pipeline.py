@@ -634,10 +634,10 @@ def test_numbers_that_are_none_end_one_request_alone(
     target: ModelRunner, draft: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = case(0.7)[:4]
-    victim = wanted.requests[3]
+    victim = replace(wanted.requests[3], salt=b"its own")  # computes its whole prompt itself
     with drafting(ModelDrafter(draft)) as drafts, serving(target) as replica, memory(replica, drafts):
         poison(target, monkeypatch, victim.prompt, len(victim.prompt) + 5)
-        streams = submit(replica, wanted.requests)
+        streams = submit(replica, [*wanted.requests[:3], victim])
         last = streams.pop(3).end()
         assert last.finish_reason == "error"
         assert last.error is not None
