@@ -49,7 +49,7 @@ class Batch:
             if any(other.overtaken >= OVERTAKING for other in ahead):
                 break
             running = self._running_of(submitted)
-            if self._fits(running.sequence):
+            if self._fits(running.sequence, may_trim=not ahead):
                 running.sequence.enter()
                 self.shared += running.sequence.computed
                 running.turn = next(self._turns)
@@ -114,13 +114,13 @@ class Batch:
             submitted.running = Running(submitted, self._make_sequence(submitted.request))
         return submitted.running
 
-    def _fits(self, sequence: ElasticSequence) -> bool:
-        """Whether there are pages for it, and one more for each that runs; makes room where others can spare it."""
+    def _fits(self, sequence: ElasticSequence, may_trim: bool) -> bool:
+        """Whether there are pages for it, and one more for each that runs; perhaps with what others can spare."""
         short = sequence.cost + len(self.running) - self._pool.free_tokens // self._pool.page_size
-        if short > 0 and sum(max(0, running.sequence.surplus) for running in self.running.values()) >= short:
-            self._trim()
+        if short <= 0:
             return True
-        return short <= 0
+        spare = sum(max(0, running.sequence.surplus) for running in self.running.values()) if may_trim else 0
+        return spare >= short and self._trim()
 
     def _trim(self) -> bool:
         """Takes from everybody what the next step doesn't need; whether there was any."""

@@ -172,6 +172,8 @@ class TargetReplica:
         self._batch.check()
         self._state.check()
         assert self._state.sessions == len(self._running), "a session is left behind"
+        for running in self._running.values():
+            assert self._state.tokens(running.session) == running.sequence.tokens, "a session has other tokens"
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""

@@ -118,6 +118,10 @@ class TargetState:
         """The session's mirror; its root is the last committed token."""
         return self._sessions[session].mirror
 
+    def tokens(self, session: int) -> list[int]:
+        """The session's committed tokens."""
+        return self._sessions[session].tokens
+
     def hit(self, session: int) -> bool:
         """Whether the mirror holds a child below the root."""
         return self._sessions[session].mirror.size > 1

@@ -32,7 +32,7 @@ class ElasticSequence(Sequence):
     @property
     def cost(self) -> int:
         """Pages that nobody else holds, which it takes to enter."""
-        return self._pool.cost(self._need, self._digests())
+        return self._pool.cost(len(self.tokens), self._need, self._digests())
 
     def enter(self) -> None:
         """Takes KV for its tokens and the next step, and shares what is known of them. Raises PoolExhausted."""

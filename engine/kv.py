@@ -127,10 +127,10 @@ class KVPool:
             return self.lease_known(length, room, digests[: len(lease.sealed) - 1])
         return lease, known
 
-    def cost(self, tokens: int, digests: Sequence[bytes]) -> int:
-        """How many pages that nobody holds `lease` would take."""
-        shared = self._cache.find(digests)
-        return max(1, -(-tokens // self.page_size)) - int((self._holders[shared] > 0).sum())
+    def cost(self, length: int, room: int, digests: Sequence[bytes]) -> int:
+        """How many pages that nobody holds `lease_known` needs."""
+        shared = self._cache.find(digests[: (length - 1) // self.page_size])
+        return max(1, -(-room // self.page_size)) - int((self._holders[shared] > 0).sum())
 
     def extend(self, lease: Lease, tokens: int) -> None:
         """Makes room for `tokens` tokens in all. Raises PoolExhausted and changes nothing."""

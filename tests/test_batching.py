@@ -244,7 +244,7 @@ def test_audits_pass_between_any_two_steps_under_pressure(tight: ModelRunner, te
     with serving(tight) as replica:
         streams = submit(replica, crowd(texts, 1.0)[:3])
         while any(stream.last is None for stream in streams):
-            replica.check()
+            replica.check()  # also that sessions have their sequences' tokens
         assert replica.stats().preempted > 0
 
 

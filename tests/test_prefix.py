@@ -57,7 +57,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3 * PAGE), salt=st.sampled_from([b"", b"a"]))
     def open(self, tokens: list[int], salt: bytes) -> None:
-        cost, free = self.pool.cost(len(tokens), digests(tokens, salt)), self.pool.free_tokens // PAGE
+        cost, free = self.pool.cost(len(tokens), len(tokens), digests(tokens, salt)), self.pool.free_tokens // PAGE
         try:
             text = Text(self.pool, tokens, salt)
         except PoolExhausted:
@@ -200,6 +200,27 @@ def test_what_was_used_longest_ago_goes_first_and_children_before_parents() -> N
         pool.lease(PAGE)
         assert [len(pool._cache.find(digests([token] * 16))) for token in (1, 2, 3)] == [4, left, 4]
     pool.check()
+
+
+def test_what_comes_behind_a_page_that_goes_is_forgotten_with_it() -> None:
+    pool = make_pool()
+    start = pool.lease(2 * PAGE)  # pages 1 and 2
+    hold = pool.lease(PAGE)
+    pool.trim(start, PAGE)
+    text = Text(pool, [1] * PAGE)  # page 2
+    pool.extend(text.lease, 2 * PAGE)  # page 4: 3 is held
+    text.tokens = [1] * 2 * PAGE
+    text.compute(2 * PAGE)
+    assert text.lease.pages == [2, 4]
+    pool.lease(PAGE * (PAGES - 4))
+    for lease in (start, text.lease):
+        pool.release(lease)
+    assert pool.lease(2 * PAGE).pages == [1, 2]
+    assert pool._cache.find(digests(text.tokens)) == []
+    assert pool.lease(PAGE).pages == [4]
+    pool.check()
+    assert pool.used_pages == PAGES
+    pool.release(hold)
 
 
 def test_a_run_is_worth_more_than_what_is_cached_in_it() -> None:
