@@ -7,7 +7,7 @@ change nothing, and sessions end with their stream or their lease.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.kv import HandleChain
+from engine.prefix import HandleChain
 from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 

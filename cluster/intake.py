@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.step import Sequence
+from engine.elastic import ElasticSequence
 from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, TokenLogprobs, require
 
 Sink = Callable[[TokenChunk], None]
-MAX_WAITING = 1024  # requests that wait for KV; more are refused
+MAX_WAITING = 1024  # requests that wait for KV; more are refused, preempted ones apart
 
 
 class Overloaded(RuntimeError):
@@ -20,21 +20,25 @@ class Closed(RuntimeError):
     """The replica has ended."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Submitted:
     """A request and who gets its chunks."""
 
     request: GenerationRequest
     sink: Sink
+    overtaken: int = 0  # by how many that came later
+    running: "Running | None" = None  # once the loop has looked at it
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
-    """A request in the batch."""
+    """A request in the batch, or one that was preempted and will go on where it was."""
 
     submitted: Submitted
-    sequence: Sequence
-    session: int
+    sequence: ElasticSequence
+    session: int = -1  # on the drafts, while it is in the batch
+    started: bool = False  # it was in the batch before
+    turn: int = 0  # when its prefix was last worked on
     buffered: list[tuple[int, Origin]] = field(default_factory=list)  # what the client did not get yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
     flushed: float = 0.0  # seconds: when it last got something
@@ -73,6 +77,21 @@ class Intake:
     def find(self, request_id: str) -> Submitted | None:
         """The request with this id, if it has not ended."""
         return self._submitted.get(request_id)
+
+    def in_line(self) -> list[Submitted]:
+        """Those that wait, the first first."""
+        with self._lock:
+            return list(self.waiting)
+
+    def admitted(self, submitted: Submitted) -> None:
+        """It waits no longer."""
+        with self._lock:
+            self.waiting.remove(submitted)
+
+    def put_back(self, submitted: Submitted) -> None:
+        """It waits again, before all others."""
+        with self._lock:
+            self.waiting.appendleft(submitted)
 
     def end(self, submitted: Submitted, last: TokenChunk) -> None:
         """Forgets a request and hands out its last chunk."""

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from transformers import PreTrainedTokenizerFast
 
+from cluster.batch import Batch
 from cluster.intake import Intake, Running, Sink, Submitted
 from cluster.link import Link
 from cluster.loop import Loop
@@ -18,11 +19,11 @@ from cluster.placement import Placement
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.budget import Patience, Window
+from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
-from engine.kv import PoolExhausted
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, StepError, Stepper, check_request
-from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up
+from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request
+from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up, require
 
 logger = logging.getLogger(__name__)
 _RENEW_EVERY_S = 5.0
@@ -36,6 +37,8 @@ class TargetStats:
     waiting: int = 0  # now
     drafts: int = 0  # linked now
     requests: int = 0
+    preempted: int = 0  # times a request gave up its pages to older ones, and waited again
+    shared: int = 0  # tokens whose KV was known and not computed, after a preemption too
     steps: int = 0  # that committed something for somebody
     tokens: int = 0  # committed
     sequence_steps: int = 0  # steps that committed, counted for each sequence
@@ -65,12 +68,14 @@ class TargetReplica:
         max_batch: int = 64,
         flush_s: float = 0.0,
         lookup: int = 0,
+        prefill_tokens: int = 128,
         on_step: Callable[[int, float], None] | None = None,
     ) -> None:
         """window: what is verified. flush_s: tokens are handed out at most this often per request.
 
         lookup: tokens that are looked up in the text so far after each step, beside what drafts guess.
 
+        prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
         on_step(rows, milliseconds): called after each step, for the cost model.
         """
         self._runner = runner
@@ -78,7 +83,6 @@ class TargetReplica:
         self._window = window
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._placement = placement or Placement()
-        self._max_batch = max_batch
         self._flush_s = flush_s
         self._on_step = on_step
         self._state = TargetState(runner.vocab_size, replica, lookup)
@@ -86,7 +90,8 @@ class TargetReplica:
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
         self._intake = Intake()
-        self._running: dict[str, Running] = {}
+        self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens)
+        self._running = self._batch.running
         self._next_renewal = time.monotonic() + _RENEW_EVERY_S
         self._stats = TargetStats()
         self.trace = Trace()
@@ -101,6 +106,8 @@ class TargetReplica:
         Raises InvalidRequest, Overloaded or Closed.
         """
         check_request(request, self._runner, self._vocabulary)
+        total, room = len(request.prompt) + request.params.max_tokens, self._runner.pool.capacity - MAX_WINDOW - 1
+        require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
         self._intake.submit(Submitted(request, sink))
         self._loop.do(self._admit)
 
@@ -119,7 +126,8 @@ class TargetReplica:
     def stats(self) -> TargetStats:
         """A snapshot."""
         now = {"running": len(self._running), "waiting": len(self._intake.waiting), "drafts": len(self._links)}
-        return TargetStats(**{**asdict(self._stats), **now, "link": asdict(self._state.counters)})
+        kept = {"preempted": self._batch.preempted, "shared": self._batch.shared}
+        return TargetStats(**{**asdict(self._stats), **now, **kept, "link": asdict(self._state.counters)})
 
     @property
     def alive(self) -> bool:
@@ -164,11 +172,11 @@ class TargetReplica:
             link.close()
 
     def _audit(self) -> None:
-        self._runner.pool.check()
+        self._batch.check()
         self._state.check()
         assert self._state.sessions == len(self._running), "a session is left behind"
-        held = sum(len(running.sequence.lease.pages) for running in self._running.values())
-        assert self._runner.pool.used_pages == held, "pages are left behind"
+        for running in self._running.values():
+            assert self._state.tokens(running.session) == running.sequence.tokens, "a session has other tokens"
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""
@@ -183,8 +191,8 @@ class TargetReplica:
         forward_s = time.monotonic() - forward_started
         self._account(plans, outcomes, forward_s, forward_started)
         self._receive()  # what grew during the step, before the roots move
-        for running, plan, outcome in zip(list(self._running.values()), plans, outcomes, strict=True):
-            self._commit(running, plan, outcome)
+        for plan, outcome in zip(plans, outcomes, strict=True):
+            self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
         self._send()
         if any(outcome.tokens for outcome in outcomes):
             step_s = time.monotonic() - started
@@ -192,17 +200,22 @@ class TargetReplica:
             self._learn(plans, outcomes, step_s - waited_s)
 
     def _plan(self) -> list[Plan]:
-        """The window of every decoding sequence that has a draft; the others run without."""
+        """The window of every decoding sequence that has a draft; the others run without. Some prefixes wait."""
         plans = []
+        prefills = self._batch.prefills()
         speculating = [running for running in self._running.values() if self._can_speculate(running)]
         trees = [self._state.mirror(running.session) for running in speculating]
         chosen = dict(zip((running.session for running in speculating), self._window.choose(trees), strict=True))
         choice = self._window.explain() if trees else None
         self._stats.expected += choice.accepted if choice is not None else 0.0
-        for running in self._running.values():
-            nodes = chosen.get(running.session)
-            tree = self._state.mirror(running.session) if nodes is not None else None
-            plans.append(Plan(running.sequence, tree, nodes))
+        for request_id, running in self._running.items():
+            if running.sequence.prefilling:
+                if request_id in prefills:
+                    plans.append(Plan(running.sequence, prefill=prefills[request_id]))
+            else:
+                nodes = chosen.get(running.session)
+                tree = self._state.mirror(running.session) if nodes is not None else None
+                plans.append(Plan(running.sequence, tree, nodes))
         return plans
 
     def _can_speculate(self, running: Running) -> bool:
@@ -283,39 +296,46 @@ class TargetReplica:
         if reason is not None:
             self._end(running.submitted, reason, running.sequence.error)
         elif time.monotonic() - running.flushed >= self._flush_s:
-            running.flushed = time.monotonic()
-            running.submitted.sink(running.flush())
+            self._hand_out(running)
 
     # requests
 
     def _take_in(self) -> None:
-        """What the drafts said since the last step, and the waiting requests that fit now."""
+        """What the drafts said since the last step; pages for the next one; and the waiting requests that fit now."""
         self._receive()
         if time.monotonic() > self._next_renewal:
             self._next_renewal = time.monotonic() + _RENEW_EVERY_S
             self._state.renewal_due()
+        for running in self._batch.make_room():
+            self._pause(running)
         self._admit()
 
     def _admit(self) -> None:
-        waiting = self._intake.waiting
-        while waiting and len(self._running) < self._max_batch:
-            submitted = waiting[0]
-            try:
-                sequence = Sequence(submitted.request, self._runner, self._vocabulary)
-            except PoolExhausted as error:
-                if self._running:
-                    return  # it waits until somebody is done
-                self._end(submitted, "error", str(error))
-            else:
-                waiting.popleft()
-                self._start(submitted, sequence)
+        for running in self._batch.admit():
+            self._start(running)
 
-    def _start(self, submitted: Submitted, sequence: Sequence) -> None:
-        self._stats.requests += 1
-        session = self._state.session_opened(sequence.tokens, submitted.request.params, len(submitted.request.prompt))
-        self._running[submitted.request.request_id] = Running(submitted, sequence, session)
+    def _sequence(self, request: GenerationRequest) -> ElasticSequence:
+        return ElasticSequence(request, self._runner, self._vocabulary)
+
+    def _start(self, running: Running) -> None:
+        """A request starts, or goes on after it was preempted."""
+        sequence, submitted = running.sequence, running.submitted
+        self._stats.requests += not running.started
+        running.started = True
+        request = submitted.request
+        running.session = self._state.session_opened(sequence.tokens, request.params, len(request.prompt))
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)
+
+    def _pause(self, running: Running) -> None:
+        """A request was preempted: its client gets what there is, its draft forgets it."""
+        self._state.session_closed(running.session)
+        if running.buffered:
+            self._hand_out(running)
+
+    def _hand_out(self, running: Running) -> None:
+        running.flushed = time.monotonic()
+        running.submitted.sink(running.flush())
 
     def _cancel(self, request_id: str) -> None:
         submitted = self._intake.find(request_id)
@@ -326,10 +346,10 @@ class TargetReplica:
         """Frees everything and says so to the client, with the tokens it did not get yet."""
         request_id = submitted.request.request_id
         last = TokenChunk(request_id, (), (), reason, error)
-        running = self._running.pop(request_id, None)
+        running = submitted.running
         if running is not None:
-            self._runner.pool.release(running.sequence.lease)
-            self._state.session_closed(running.session)
+            if self._batch.leave(running):
+                self._state.session_closed(running.session)
             last = running.flush(reason, error)
         self._intake.end(submitted, last)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.drafters.ngram import Earned, Lookup
-from engine.kv import HandleChain
+from engine.prefix import HandleChain
 from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
@@ -134,6 +134,10 @@ class TargetState:
     def mirror(self, session: int) -> TokenTree:
         """The session's mirror; its root is the last committed token."""
         return self._sessions[session].mirror
+
+    def tokens(self, session: int) -> list[int]:
+        """The session's committed tokens."""
+        return self._sessions[session].tokens
 
     def hit(self, session: int) -> bool:
         """Whether the mirror holds a child below the root."""

@@ -1,19 +1,26 @@
-"""KV memory: a pool of pages, what a sequence holds of it, and handles that name prefixes.
+"""KV memory: a pool of pages, and what a sequence holds of it.
 
 A page is `page_size` slots; a slot holds the key and value of one token in every layer. Committed position p of a
 sequence lives in its p-th slot; draft tokens take further slots of their own and are copied into place when committed.
 Rollback moves no data: slots behind the committed length are simply written again.
+
+Pages full of committed tokens may be sealed: nobody writes to them again, and sequences that begin alike share them. A
+page is held (by one lease or several), cached (nobody holds it, its prefix is known) or free.
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
-from engine.types import IntArray, KVHandle
+from engine.prefix import UNKNOWN, PrefixCache
+from engine.types import IntArray
 
 SCRATCH_SLOT = 0  # padding rows write here and read from here; page 0 is never handed out
+_HELD = np.iinfo(np.int64).max  # the age of a page that can't be taken
 
 
 class PoolExhausted(RuntimeError):
@@ -27,15 +34,16 @@ class Lease:
         self.pages: list[int] = []
         self.slots: IntArray = np.zeros(0, np.int32)
         self.first: int | None = None
+        self.sealed: list[bytes] = []  # digests of the leading pages that are never written again
         self._page_size = page_size
 
-    def add(self, pages: list[int]) -> None:
-        """Appends pages; only the pool calls this."""
-        self.pages += pages
+    def assign(self, pages: list[int]) -> None:
+        """Has these pages from now on; only the pool calls this."""
+        self.pages = pages
         inside = np.arange(self._page_size, dtype=np.int32)
-        self.slots = (np.asarray(self.pages, np.int32)[:, None] * self._page_size + inside).reshape(-1)
-        consecutive = all(b == a + 1 for a, b in zip(self.pages, self.pages[1:], strict=False))
-        self.first = self.pages[0] * self._page_size if consecutive else None
+        self.slots = (np.asarray(pages, np.int32)[:, None] * self._page_size + inside).reshape(-1)
+        consecutive = all(b == a + 1 for a, b in pairwise(pages))
+        self.first = pages[0] * self._page_size if pages and consecutive else None
 
     @property
     def capacity(self) -> int:
@@ -64,54 +72,149 @@ class KVPool:
         self.pages = -(-tokens // page_size) + 1
         shape = (layers, 2, kv_heads, self.pages * page_size, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self._free = np.ones(self.pages, np.bool_)
+        self._holders = np.zeros(self.pages, np.int32)  # leases that have each page
+        self._free = np.ones(self.pages, np.bool_)  # pages that nobody holds and that are not cached
+        self._holders[SCRATCH_SLOT // page_size] = 1  # the pool itself
         self._free[SCRATCH_SLOT // page_size] = False
+        self._cache = PrefixCache(self.pages)
         self._leases: dict[int, Lease] = {}  # by the object's id: who holds which pages
 
     @property
+    def capacity(self) -> int:
+        """Tokens that fit when nobody holds anything."""
+        return (self.pages - 1) * self.page_size
+
+    @property
     def free_tokens(self) -> int:
-        """Tokens that can still be leased."""
-        return int(self._free.sum()) * self.page_size
+        """Tokens that can still be leased; cached pages make room when they are needed."""
+        return int((self._holders == 0).sum()) * self.page_size
 
     @property
     def used_pages(self) -> int:
         """Pages in somebody's lease."""
-        return self.pages - 1 - int(self._free.sum())
+        return int((self._holders > 0).sum()) - 1
 
-    def lease(self, tokens: int) -> Lease:
+    def lease(self, tokens: int, digests: Sequence[bytes] = ()) -> Lease:
         """Slots for `tokens` tokens, consecutive where possible (the attention then reads them in place).
 
-        Raises PoolExhausted.
+        digests: of the sequence's prefixes by full pages; the longest beginning that is known is shared. Raises
+        PoolExhausted.
         """
+        count = max(1, -(-tokens // self.page_size))
         lease = Lease(self.page_size)
-        lease.add(self._take(max(1, -(-tokens // self.page_size))))
+        shared = self._cache.find(digests[:count])
+        self._holders[shared] += 1  # first, or they could be taken for the rest
+        try:
+            lease.assign(shared + self._take(count - len(shared), shared))
+        except PoolExhausted:
+            self._let_go(shared)
+            raise
+        lease.sealed = list(digests[: len(shared)])
         self._leases[id(lease)] = lease
         return lease
+
+    def lease_known(self, length: int, room: int, digests: Sequence[bytes]) -> tuple[Lease, int]:
+        """A lease for `room` tokens of a sequence of `length`, and how many of these need no computing.
+
+        At least one does, for its logits: if all are known, the last page is copied to write it. Raises PoolExhausted.
+        """
+        lease = self.lease(room, digests)
+        known = min(len(lease.sealed) * self.page_size, length - 1)
+        try:
+            self.own(lease, known)
+        except PoolExhausted:  # the last page is computed again, in place of what is cached
+            self.release(lease)
+            return self.lease_known(length, room, digests[: len(lease.sealed) - 1])
+        return lease, known
+
+    def cost(self, length: int, room: int, digests: Sequence[bytes]) -> int:
+        """How many pages that nobody holds `lease_known` needs."""
+        shared = self._cache.find(digests[: (length - 1) // self.page_size])
+        return max(1, -(-room // self.page_size)) - int((self._holders[shared] > 0).sum())
 
     def extend(self, lease: Lease, tokens: int) -> None:
         """Makes room for `tokens` tokens in all. Raises PoolExhausted and changes nothing."""
         missing = -(-tokens // self.page_size) - len(lease.pages)
         if missing > 0:
-            lease.add(self._take(missing))
+            lease.assign(lease.pages + self._take(missing, lease.pages))
 
-    def _take(self, count: int) -> list[int]:
-        free = np.flatnonzero(self._free)
-        if len(free) < count:
-            raise PoolExhausted(f"{count} pages asked for, {len(free)} of {self.pages - 1} are free")
-        ends = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
-        start = int(ends[0]) if len(ends) else 0
-        pages = [int(page) for page in free[start : start + count]]
+    def trim(self, lease: Lease, tokens: int) -> None:
+        """Gives back what is beyond `tokens` tokens."""
+        keep = max(len(lease.sealed), -(-tokens // self.page_size))
+        self._let_go(lease.pages[keep:])
+        lease.assign(lease.pages[:keep])
+
+    def seal(self, lease: Lease, digests: Sequence[bytes]) -> None:
+        """The lease's first pages are full and final; digests[i] names the prefix that ends with page i.
+
+        Others may share them from now on, unless a value in them is not finite.
+        """
+        for index in range(len(lease.sealed), len(digests)):
+            page = lease.pages[index]
+            if bool(torch.isfinite(self._data_of(page)).all()):
+                self._cache.add(digests[index - 1] if index else None, digests[index], page)
+            lease.sealed.append(digests[index])
+
+    def adopt(self, lease: Lease, digests: Sequence[bytes]) -> None:
+        """Exchanges the pages behind the sealed ones for what others have computed of the same prefix meanwhile."""
+        start = len(lease.sealed)
+        found = self._cache.find(digests[start:])
+        if found:
+            end = start + len(found)
+            self._holders[found] += 1
+            self._let_go(lease.pages[start:end])
+            lease.assign(lease.pages[:start] + found + lease.pages[end:])
+            lease.sealed += digests[start:end]
+
+    def own(self, lease: Lease, start: int) -> None:
+        """Copy on write: slots from the `start`-th on may be written, sealed pages there are copied first.
+
+        Raises PoolExhausted and changes nothing.
+        """
+        index = start // self.page_size
+        sealed = lease.pages[index : len(lease.sealed)]
+        if sealed:
+            fresh = self._take(len(sealed), lease.pages[:index])
+            for old, new in zip(sealed, fresh, strict=True):
+                self._data_of(new).copy_(self._data_of(old))
+            self._let_go(sealed)
+            lease.assign(lease.pages[:index] + fresh + lease.pages[len(lease.sealed) :])
+            del lease.sealed[index:]
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back; raises KeyError when it was given back before. Known prefixes stay cached."""
+        del self._leases[id(lease)]
+        self._cache.touch(lease.sealed)
+        self._let_go(lease.pages)
+
+    def _take(self, count: int, after: list[int]) -> list[int]:
+        """Pages that nobody holds, behind those in `after` where these are free. Cached ones are forgotten."""
+        age = np.where(self._holders > 0, _HELD, self._cache.used)
+        unheld = int((age < _HELD).sum())
+        if unheld < count:
+            raise PoolExhausted(f"{count} pages asked for, {unheld} of {self.pages - 1} are free")
+        pages = _run(age, count, after[-1] + 1 if after else 0)
+        for page in pages:
+            if self._cache.used[page] != UNKNOWN:
+                dropped = self._cache.drop(page)
+                self._free[dropped] = self._holders[dropped] == 0
+        self._holders[pages] += 1
         self._free[pages] = False
         return pages
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back; raises KeyError when it was given back before."""
-        del self._leases[id(lease)]
-        self._free[lease.pages] = True
+    def _let_go(self, pages: list[int]) -> None:
+        self._holders[pages] -= 1
+        self._free[pages] = (self._holders[pages] == 0) & (self._cache.used[pages] == UNKNOWN)
+
+    def _data_of(self, page: int) -> torch.Tensor:
+        """A view [layers, 2, kv_heads, page_size, head_dim]."""
+        return self.data[:, :, :, page * self.page_size : (page + 1) * self.page_size]
 
     def wipe(self, lease: Lease) -> None:
-        """Makes a lease's slots finite again, whatever was computed into them."""
-        self.data[:, :, :, lease.slots] = 0.0
+        """Makes a lease's slots finite again, whatever was computed into them. Pages that others know are finite."""
+        for page in lease.pages:
+            if self._holders[page] == 1 and self._cache.used[page] == UNKNOWN:
+                self._data_of(page).zero_()
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copies slots' keys and values in all layers; all of `source` is read before anything is written."""
@@ -121,43 +224,43 @@ class KVPool:
             self.data[:, :, :, new] = self.data[:, :, :, old]
 
     def check(self) -> None:
-        """Audits the pool. Raises AssertionError: a page held twice, lost or both held and free, a non-finite value."""
-        held = [page for lease in self._leases.values() for page in lease.pages]
-        assert len(set(held)) == len(held), "a page is held twice"
-        assert not self._free[held].any(), "a held page is free"
-        assert len(held) + int(self._free.sum()) + 1 == self.pages, "a page is lost"
-        assert not self._free[SCRATCH_SLOT // self.page_size], "the scratch page is free"
+        """Audits the pool: who holds what, what is cached, what is free, and that all values are finite.
+
+        Raises AssertionError.
+        """
+        scratch = SCRATCH_SLOT // self.page_size
+        holders = np.zeros(self.pages, np.int32)
+        holders[scratch] = 1
+        for lease in self._leases.values():
+            np.add.at(holders, lease.pages, 1)
+            assert len(set(lease.pages)) == len(lease.pages), "a lease holds a page twice"
+        assert (holders == self._holders).all(), "a page is held twice, or its holders are miscounted"
+        cached = self._cache.used != UNKNOWN
+        for lease in self._leases.values():
+            writable = lease.pages[len(lease.sealed) :]
+            assert (holders[writable] == 1).all(), "a page that may be written is held twice"
+            assert not cached[writable].any(), "a page that may be written is cached"
+        assert not self._free[scratch], "the scratch page is free"
+        assert not (self._free & (holders > 0)).any(), "a held page is free"
+        assert not (self._free & cached).any(), "a cached page is free"
+        assert (self._free | cached | (holders > 0)).all(), "a page is lost"
+        self._cache.check()
         assert bool(torch.isfinite(self.data).all()), "a slot holds a non-finite value"
 
 
-class HandleChain:
-    """The handles of every prefix of a growing token sequence: digest i+1 hashes digest i with token i."""
+def _run(age: npt.NDArray[np.int64], count: int, start: int) -> list[int]:
+    """Which `count` pages to take, by age [pages]: free ones are the oldest, held ones can't be taken.
 
-    def __init__(self, tokens: Iterable[int] = (), salt: bytes = b"") -> None:
-        self._digests = [hashlib.blake2b(salt, digest_size=16).digest()]
-        self.extend(tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens."""
-        digest = self._digests[-1]
-        for token in tokens:
-            digest = hashlib.blake2b(digest + token.to_bytes(8, "little"), digest_size=16).digest()
-            self._digests.append(digest)
-
-    def try_extend(self, tokens: Iterable[int], digest: bytes) -> bool:
-        """Appends tokens if the handle then has this digest; else changes nothing and returns False."""
-        before = len(self._digests)
-        self.extend(tokens)
-        if self._digests[-1] == digest:
-            return True
-        del self._digests[before:]
-        return False
-
-    @property
-    def handle(self) -> KVHandle:
-        """Of the whole sequence."""
-        return KVHandle(len(self._digests) - 1, self._digests[-1])
-
-    def names(self, handle: KVHandle) -> bool:
-        """Whether the handle names a prefix of this sequence."""
-        return handle.length < len(self._digests) and self._digests[handle.length] == handle.digest
+    From `start` on if all there are free; else the run whose youngest page is oldest; else the oldest, wherever they are.
+    A run is worth more than what is cached in it: attention reads it in place.
+    """
+    if count == 0:
+        return []
+    if start and len(age) - start >= count and (age[start : start + count] == UNKNOWN).all():
+        return list(range(start, start + count))
+    youngest = sliding_window_view(age, count).max(axis=1)
+    first = int(youngest.argmin())
+    if youngest[first] < _HELD:
+        return list(range(first, first + count))
+    oldest: list[int] = np.argsort(age, kind="stable")[:count].tolist()
+    return oldest

@@ -9,6 +9,7 @@ import torch
 from engine import sampling
 from engine.attention import SequenceRows, chain_rows
 from engine.grammar import Vocabulary
+from engine.kv import KVPool, Lease
 from engine.noise import NoiseRows
 from engine.processors import Paths, check_known, make_processors
 from engine.runner import ModelRunner
@@ -57,9 +58,16 @@ class Sequence:
         self._text: OutputText | None = None
         if params.stop and vocabulary is not None:
             self._text = OutputText(vocabulary.tokenizer, params.stop, params.min_tokens)
-        self.lease = runner.pool.lease(self.limit + MAX_WINDOW + 1)  # last: nothing below may refuse the request
+        self.lease = self._first_lease(runner.pool)  # last: nothing below may refuse the request
         for token in request.resume_tokens:
             self._check_end(token)
+
+    def _first_lease(self, pool: KVPool) -> Lease:
+        return pool.lease(self.limit + MAX_WINDOW + 1)
+
+    def advance(self, computed: int) -> None:
+        """So many of its tokens have KV now."""
+        self.computed = computed
 
     @property
     def prefilling(self) -> bool:
@@ -137,6 +145,7 @@ class Plan:
     sequence: Sequence
     tree: TokenTree | None = None  # its root is the sequence's last token
     nodes: IntArray | None = None  # the window: nodes of the tree to verify, with their ancestors, in index order
+    prefill: int | None = None  # while prefilling: at most so many tokens; None: a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +193,7 @@ class Stepper:
         sequence = plan.sequence
         if sequence.prefilling:
             pending = sequence.tokens[sequence.computed :]
-            chunk = pending[: self._prefill_chunk]
+            chunk = pending[: plan.prefill or self._prefill_chunk]
             done = len(chunk) == len(pending)
             return chain_rows(sequence.lease, sequence.computed, chunk, len(chunk) - 1 if done else len(chunk))
         if plan.tree is None or plan.nodes is None or len(plan.nodes) == 0:
@@ -210,7 +219,7 @@ class Stepper:
         """Chooses, walks, moves the accepted tokens' KV into place."""
         sequence = plan.sequence
         if len(logits) == 0:
-            sequence.computed += len(rows.tokens)
+            sequence.advance(sequence.computed + len(rows.tokens))
             return Outcome(sequence, [], 0, 0, [], [])
         nodes = [ROOT] if len(logits) == 1 or plan.nodes is None else [ROOT, *plan.nodes.tolist()]
         row_of = {node: row for row, node in enumerate(nodes)}
@@ -226,7 +235,7 @@ class Stepper:
         moved = [row_of[node] for node in path[:accepted]]
         slots = sequence.lease.slots
         self.runner.pool.move([int(slots[base + row]) for row in moved], slots[base + 1 : base + 1 + accepted].tolist())
-        sequence.computed = base + 1 + accepted
+        sequence.advance(base + 1 + accepted)
         if sequence.noise is not None:
             sequence.noise.forget_before(len(sequence.tokens))
         walked = [row_of[node] for node in [ROOT, *path]][: len(taken)]

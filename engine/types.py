@@ -122,6 +122,7 @@ class GenerationRequest:
     prompt: tuple[int, ...]  # token ids
     params: SamplingParams = field(default_factory=SamplingParams)
     resume_tokens: tuple[int, ...] = ()  # output the client already holds: generation goes on behind it
+    salt: bytes = b""  # of the tenant: KV is shared among requests with the same one; set by the server
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster import draft_state
 from cluster.draft_state import LEASE_S, CloseSession, CommitTokens, DraftState, OpenSession, resend
 from cluster.faulty_link import nonsense
-from engine.kv import HandleChain
+from engine.prefix import HandleChain
 from engine.tree import TokenTree
 from engine.types import Close, Commit, Down, NeedPrefix, Open, Renew, SamplingParams
 from tests.cluster_fixtures import VOCAB, DraftSide, World

@@ -7,7 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.kv import SCRATCH_SLOT, HandleChain, KVPool, Lease, PoolExhausted
+from engine.kv import SCRATCH_SLOT, KVPool, Lease, PoolExhausted
+from engine.prefix import HandleChain
 from engine.types import KVHandle
 
 PAGE, PAGES = 4, 12

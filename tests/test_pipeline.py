@@ -27,7 +27,7 @@ from engine.decode import decode
 from engine.drafters import Drafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
-from engine.kv import HandleChain
+from engine.prefix import HandleChain
 from engine.runner import ModelRunner
 from engine.types import (
     Commit,
@@ -603,13 +603,13 @@ def test_requests_beyond_the_pool_wait_their_turn(draft: ModelRunner, case: Make
     wanted = case(0.7)
     small = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=400)
     with drafting(ModelDrafter(draft)) as drafts, serving(small) as replica, memory(replica, drafts):
+        streams = submit(replica, wanted.requests)
         too_long = replace(
             wanted.requests[0], request_id="long", params=replace(wanted.requests[0].params, max_tokens=500)
         )
-        streams = submit(replica, [*wanted.requests[:3], too_long, *wanted.requests[3:]])
-        refused = streams.pop(3).end()
-        assert (refused.finish_reason, refused.tokens) == ("error", ())
-        assert refused.error is not None
+        with pytest.raises(InvalidRequest, match="make 517 tokens; the target has room for 352") as refused:
+            replica.submit(too_long, print)  # at once, not when it would be its turn
+        assert refused.value.param == "prompt"
         assert outputs(streams) == wanted.expected
         assert replica.wait_idle(PATIENCE_S)
         assert small.pool.used_pages == 0
@@ -640,10 +640,10 @@ def test_numbers_that_are_none_end_one_request_alone(
     target: ModelRunner, draft: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = case(0.7)[:4]
-    victim = wanted.requests[3]
+    victim = replace(wanted.requests[3], salt=b"its own")  # computes its whole prompt itself
     with drafting(ModelDrafter(draft)) as drafts, serving(target) as replica, memory(replica, drafts):
         poison(target, monkeypatch, victim.prompt, len(victim.prompt) + 5)
-        streams = submit(replica, wanted.requests)
+        streams = submit(replica, [*wanted.requests[:3], victim])
         last = streams.pop(3).end()
         assert last.finish_reason == "error"
         assert last.error is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.faulty_link import nonsense
 from cluster.target_state import COMMIT_TAIL, MIRROR_NODES, SESSION_BITS, TargetState
-from engine.kv import HandleChain
+from engine.prefix import HandleChain
 from engine.tree import ROOT
 from engine.types import Close, Commit, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
 from tests.cluster_fixtures import VOCAB, growth

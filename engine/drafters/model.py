@@ -17,6 +17,7 @@ from engine.drafters.ngram import Earned, Lookup
 from engine.grammar import Vocabulary
 from engine.kv import Lease
 from engine.noise import NoiseRows
+from engine.prefix import HandleChain
 from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
 from engine.step import end_tokens
@@ -55,6 +56,7 @@ class _Session:
         self.tokens = tokens
         self.params = params
         self.computed = 0
+        self.chain = HandleChain()  # of the tokens, as far as it was needed
         self.lease = lease  # committed tokens
         self.tree_lease = tree_lease  # draft tokens, one slot each
         self.free_slots: list[int] = tree_lease.slots.tolist()
@@ -98,7 +100,8 @@ class ModelDrafter:
             self._vocabulary,
         )
         pool, growing = self._runner.pool, self._growing
-        lease = pool.lease(len(tokens))
+        chain = HandleChain(tokens)
+        lease, known = pool.lease_known(len(tokens), len(tokens), chain.digests(pool.page_size))
         try:
             tree_lease = pool.lease(growing.max_nodes)
         except RuntimeError:
@@ -106,6 +109,7 @@ class ModelDrafter:
             raise
         lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup)
         held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes, lookup, processors)
+        held.chain, held.computed = chain, known
         if params.temperature > 0:
             held.noise = NoiseRows(params.seed, self._runner.vocab_size, self._runner.device)
         self._sessions[session] = held
@@ -123,6 +127,7 @@ class ModelDrafter:
             count = len(moved.path_slots)
             pool.move(moved.path_slots, held.lease.slots[old : old + count].tolist())
             held.computed = old + count
+            self._seal(held)
         held.free_slots.extend(moved.path_slots + moved.freed_slots)
         if held.noise is not None:
             held.noise.forget_before(len(held.tokens))
@@ -139,7 +144,18 @@ class ModelDrafter:
             return []
         logits = self._runner.forward(batch)
         self._expand(places, logits)
-        return list(dict.fromkeys(session for session, _ in places))
+        grown = list(dict.fromkeys(session for session, _ in places))
+        for session in grown:
+            self._seal(self._sessions[session])
+        return grown
+
+    def _seal(self, held: _Session) -> None:
+        """Pages that are full now are kept for who opens the same prefix, after a lost link as well."""
+        size = self._runner.pool.page_size
+        full = held.computed // size
+        if full > len(held.lease.sealed):
+            held.chain.extend(held.tokens[len(held.chain) :])
+            self._runner.pool.seal(held.lease, held.chain.digests(size)[:full])
 
     def tree(self, session: int) -> TokenTree:
         """See Drafter."""
