@@ -173,8 +173,9 @@ class TargetActor:
         self._replica.set_window(make_window(name, size, self._cost))
 
     async def set_speculation(self, on: bool) -> None:
-        """Drops all links and makes no more (the target decodes alone), or goes back to using drafts."""
+        """Drops all links and makes no more (the target decodes alone), or goes back to using drafts and lookups."""
         self._speculate = on
+        self._replica.set_speculation(on)
         while bool(self._replica.stats().drafts) != on:
             await asyncio.sleep(0.01)
 

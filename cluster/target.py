@@ -86,6 +86,7 @@ class TargetReplica:
         self._flush_s = flush_s
         self._on_step = on_step
         self._state = TargetState(runner.vocab_size, replica, lookup)
+        self._speculates = True
         self._patience = Patience()
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
@@ -122,6 +123,10 @@ class TargetReplica:
     def set_window(self, window: Window) -> None:
         """From the next step on."""
         self._loop.do(lambda: setattr(self, "_window", window))
+
+    def set_speculation(self, on: bool) -> None:
+        """Whether anything is verified, from the next step on."""
+        self._loop.do(lambda: setattr(self, "_speculates", on))
 
     def stats(self) -> TargetStats:
         """A snapshot."""
@@ -219,7 +224,7 @@ class TargetReplica:
         return plans
 
     def _can_speculate(self, running: Running) -> bool:
-        return not running.sequence.prefilling and self._state.hit(running.session)
+        return self._speculates and not running.sequence.prefilling and self._state.hit(running.session)
 
     def _wait_on_miss(self) -> float:
         """Waits a bounded time for growth when every sequence missed: one's miss never holds up another's hit.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -83,7 +83,9 @@ class Leases(RuleBasedStateMachine):
             assert lease.first == (lease.slots[0] if consecutive else None)
 
 
-Leases.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+Leases.TestCase.settings = settings(
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+)
 TestLeases = Leases.TestCase
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -133,7 +133,9 @@ class Sharing(RuleBasedStateMachine):
             assert self.pool.free_tokens == (PAGES - len(held)) * PAGE
 
 
-Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Sharing.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+)
 TestSharing = Sharing.TestCase
 
 

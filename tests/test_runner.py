@@ -147,6 +147,7 @@ def test_scattered_pages_give_the_same_bits(target: ModelRunner, prompts: list[T
     with leased(target, 70) as (whole,):
         expected = prefill(target, whole, tokens)
     blocks = [target.pool.lease(32) for _ in range(target.pool.pages - 1)]
+    blocks.sort(key=lambda block: block.pages)
     for block in blocks[::2]:
         target.pool.release(block)
     with leased(target, 70) as (scattered,):
