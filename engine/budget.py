@@ -20,6 +20,8 @@ _BINS = 10  # of confidence
 _DEPTHS = 8  # deeper nodes share the last
 _PRIOR = 8.0  # trials that the draft's own confidence counts for
 _PROBE_EVERY = 64  # steps without speculation between looks whether it pays again
+_REACH = 1.5  # a step that took longer, or shorter, than this times what was believed counts as this
+_TRUSTED = 100  # observations; more don't make a time surer
 _MEMORY = 2000.0  # trials per cell that are remembered
 
 
@@ -81,6 +83,7 @@ class CostModel:
         self._bucket = bucket
         self._first: dict[int, float] = {}
         self._seen: dict[int, float] = {}
+        self._count: dict[int, int] = {}  # of observations
         self._off = 1.0  # seen / first, lately
         self._called: list[int] = []  # the bucket of 0, 1, 2... rows
         self._table: FloatArray | None = None
@@ -94,10 +97,12 @@ class CostModel:
         """Learns from one step, slowly: a single slow step is noise."""
         rows = self._bucket(rows)
         if rows in self._first:
-            self._off += 0.05 * (min(milliseconds / self._first[rows], 4.0) - self._off)
+            off = milliseconds / self._first[rows]
+            self._off += 0.05 * (_near(off, self._off) - self._off)
         old = self._seen.get(rows, self._first.get(rows, milliseconds) * self._off)
         weight = 0.05 if rows in self._seen else 0.5
-        self._seen[rows] = old + weight * (min(milliseconds, 3 * old) - old)  # a pause of the machine says nothing
+        self._seen[rows] = old + weight * (_near(milliseconds, old) - old)
+        self._count[rows] = min(self._count.get(rows, 0) + 1, _TRUSTED)
         self._table = None
 
     def table(self, rows: int) -> FloatArray:
@@ -111,7 +116,7 @@ class CostModel:
         if not known:
             return np.ones(rows + 1, np.float32)
         points = sorted(known)
-        values = np.maximum.accumulate([known[point] for point in points])
+        values = _rising([known[point] for point in points], [1 + self._count.get(point, 0) for point in points])
         while len(self._called) <= rows:
             self._called.append(self._bucket(len(self._called)))
         called = np.asarray(self._called[: rows + 1])
@@ -134,6 +139,24 @@ class Choice:
     def __str__(self) -> str:
         tokens, alone = self.sequences + self.accepted, f"{self.sequences} in {self.alone_ms:.1f} ms without"
         return f"{self.nodes} draft tokens: {tokens:.2f} tokens expected in {self.milliseconds:.1f} ms, {alone}"
+
+
+def _near(value: float, old: float) -> float:
+    """A new observation, within reach of what is believed: a slow step says more about the machine than about its rows."""
+    return min(max(value, old / _REACH), old * _REACH)
+
+
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The never falling values nearest to the given ones: neighbours that fall are averaged (isotonic regression)."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, members
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] > pool[0]:
+            before = pools.pop()
+            total = before[1] + pool[1]
+            pool = ((before[0] * before[1] + pool[0] * pool[1]) / total, total, before[2] + pool[2])
+        pools.append(pool)
+    return [value for value, _, members in pools for _ in range(members)]
 
 
 class Window(Protocol):

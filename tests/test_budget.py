@@ -132,10 +132,22 @@ def test_one_slow_step_is_noise_and_many_are_not() -> None:
     model = CostModel()
     model.observe(4, 10.0)
     model.observe(4, 20.0)
-    assert model.table(4)[4] == pytest.approx(10.5)
+    assert model.table(4)[4] == pytest.approx(10.25)
     for _ in range(200):
         model.observe(4, 20.0)
     assert model.table(4)[4] == pytest.approx(20, rel=0.01)
+
+
+def test_small_steps_that_were_slow_do_not_make_larger_ones_look_free() -> None:
+    """Steps that verify nothing come after a miss, when everything is cold: rare and slow."""
+    model = costs({2: 5.0, 8: 8.0, 16: 12.0})
+    for step in range(100):
+        model.observe(8, 8.0)
+        model.observe(16, 12.0)
+        if step % 20 == 0:
+            model.observe(2, 15.0)
+    assert model.table(16)[2] <= model.table(16)[8] < 9
+    assert model.table(16)[16] - model.table(16)[8] > 3
 
 
 def test_a_machine_that_became_slower_is_slower_at_all_sizes() -> None:
