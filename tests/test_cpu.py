@@ -1,0 +1,74 @@
+"""Linear layers on CPUs: which kind a weight gets, and that it computes what the layer did."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from engine.attention import chain_rows
+from engine.cpu import HalfLinear, PackedLinear, PlainLinear, fits_half, make_linear
+from engine.runner import ModelRunner
+from tests import exact
+
+HALF = "fbgemm" in torch.backends.quantized.supported_engines
+needs_fbgemm = pytest.mark.skipif(not HALF, reason="needs FBGEMM")
+
+
+def weight(*shape: int, seed: int = 0) -> torch.Tensor:
+    return 0.05 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_fbgemm
+def test_weights_of_bfloat16_checkpoints_fit_and_others_do_not() -> None:
+    assert fits_half(weight(64, 64).bfloat16().float())
+    assert not fits_half(weight(64, 64))
+    assert not fits_half(torch.full((2, 2), 1e6))
+    assert fits_half(torch.full((2, 2), 2.0**-30)), "too small to matter"
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (48, 32)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_every_kind_of_layer_computes_the_same(rounded: bool, shape: tuple[int, int], biased: bool) -> None:
+    given = weight(*shape).bfloat16().float() if rounded else weight(*shape)
+    bias = weight(shape[0], seed=1) if biased else None
+    layer = make_linear(given, bias)
+    expected: type[torch.nn.Module] = PackedLinear if given.numel() >= 300_000 else PlainLinear
+    assert type(layer) is (HalfLinear if rounded and HALF else expected)
+    for rows in (2, 3, 8, 17):
+        x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(layer(x), F.linear(x, given, bias), rtol=1e-4, atol=1e-4)
+
+
+@needs_fbgemm
+def test_at_a_fixed_number_of_rows_neither_place_nor_neighbours_change_a_bit() -> None:
+    layer = make_linear(weight(2048, 384).bfloat16().float(), None)
+    row = torch.randn(384, generator=torch.Generator().manual_seed(1))
+    for rows in (2, 8, 16):
+        seen = []
+        for place in range(rows):
+            x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(place))
+            x[place] = row
+            seen.append(layer(x)[place])
+        assert all(torch.equal(each, seen[0]) for each in seen)
+
+
+def test_a_checkpoint_that_does_not_fit_half_runs_too(tmp_path: Path) -> None:
+    """Its layers are packed by oneDNN, and recorded like the others."""
+    model = AutoModelForCausalLM.from_pretrained(exact.TARGET, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    model.save_pretrained(tmp_path)
+    runner = ModelRunner(tmp_path, dtype="float32", kv_tokens=128)
+    assert any(isinstance(module, PackedLinear) for module in runner.model.modules())
+    assert not any(isinstance(module, HalfLinear) for module in runner.model.modules())
+    tokens = list(range(5, 45))
+    lease = runner.pool.lease(len(tokens))
+    logits = runner.forward([chain_rows(lease, 0, tokens, 0)])
+    runner.pool.release(lease)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
