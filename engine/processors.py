@@ -136,7 +136,8 @@ def make_processors(
     if not any(given) and not _has_penalties(params):
         return None
     check_known(params, vocab_size)
-    processors = Processors(params, tokens[:prompt], ends, vocab_size, vocabulary)
+    possible = {token for token in ends if 0 <= token < vocab_size}  # a stop token may be any number
+    processors = Processors(params, tokens[:prompt], possible, vocab_size, vocabulary)
     processors.extend(tokens[prompt:])
     return processors
 

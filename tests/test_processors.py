@@ -299,3 +299,21 @@ def test_what_needs_a_tokenizer_or_a_larger_vocabulary_is_refused(target: ModelR
     for field, value in fields.items():
         with pytest.raises(InvalidRequest, match=f"^{field}: "):
             decode(target, [GenerationRequest("", (1, 2), SamplingParams(**{field: value}))])
+
+
+def test_a_stop_token_that_does_not_exist_never_comes(target: ModelRunner, prompts: list[Tokens]) -> None:
+    for stop in (SIZE, 10**9, -1):
+        params = SamplingParams(max_tokens=6, min_tokens=4, stop_token_ids=(stop,))
+        [generation] = decode(target, [GenerationRequest("", prompts[0], params)])
+        assert len(generation.tokens) == 6
+
+
+def test_a_draft_copes_with_ids_that_it_does_not_know(draft: ModelRunner) -> None:
+    """In the prefix, in commits, in what it looks up and under every processor."""
+    drafter = ModelDrafter(draft)
+    drafter.open(1, [5, SIZE, 2**31 - 1] * 3, EVERYTHING, 3)
+    for _ in range(4):
+        drafter.grow()
+        drafter.commit(1, [5, SIZE, 2**31 - 1])
+    drafter.check()
+    drafter.close(1)

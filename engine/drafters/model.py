@@ -93,7 +93,7 @@ class ModelDrafter:
             params = replace(params, grammar=None)
         processors = make_processors(
             params,
-            tokens,
+            self._known(tokens),
             len(tokens) if prompt is None else prompt,
             end_tokens(params, self._runner),
             self._runner.vocab_size,
@@ -132,7 +132,7 @@ class ModelDrafter:
         if held.noise is not None:
             held.noise.forget_before(len(held.tokens))
         if held.processors is not None:
-            held.processors.extend(tokens)
+            held.processors.extend(self._known(tokens))
         held.lookup.commit(tokens)
         held.lookup.hang(held.tree)
         return replace(moved, children=moved.children or int(held.tree.size > 1))
@@ -183,8 +183,7 @@ class ModelDrafter:
         places: list[tuple[int, int]] = []
         for session, held in self._sessions.items():
             if held.pending:
-                chunk = held.pending[: self._growing.prefill_chunk]  # ids unknown here are run as another
-                chunk = [min(token, self._runner.vocab_size - 1) for token in chunk]
+                chunk = self._known(held.pending[: self._growing.prefill_chunk])
                 batch.append(chain_rows(held.lease, held.computed, chunk))
                 held.computed += len(chunk)
                 places.append((session, -1 if held.pending else ROOT))
@@ -219,7 +218,7 @@ class ModelDrafter:
         return SequenceRows(
             lease=held.lease,
             prefix=held.computed,
-            tokens=tree.token[nodes].tolist(),
+            tokens=self._known(tree.token[nodes].tolist()),
             positions=[held.computed - 1 + depth for depth in tree.depth[nodes].tolist()],
             slots=tree.slot[nodes],
             tree_slots=tree.slot[computed],
@@ -248,13 +247,17 @@ class ModelDrafter:
             tree.expanded[parents] = True
             tree.add_many(parents, children, given)
 
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, ids unknown to this model as another: a wrong guess, not an error."""
+        return [min(token, self._runner.vocab_size - 1) for token in tokens]
+
     def _process(self, places: list[tuple[int, int]], logits: torch.Tensor) -> torch.Tensor:
         """The logits [n, vocab_size] after the processors of the sessions that have any."""
         parts = list(logits.split(1))
         for row, (session, node) in enumerate(places):
             held = self._sessions[session]
             if held.processors is not None and node >= 0:
-                path = held.tree.token[held.tree.lineage(node)[1:]].tolist()
+                path = self._known(held.tree.token[held.tree.lineage(node)[1:]].tolist())
                 parts[row] = held.processors.apply(parts[row], [path])
         return torch.cat(parts)
 
