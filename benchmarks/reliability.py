@@ -45,7 +45,8 @@ class Recording(GoodputWindow):
         """See Window."""
         walked = {ROOT, *path}
         tried = nodes[[int(parent) in walked for parent in tree.parent[nodes]]]
-        calibrated = self.calibration.probability(tree.confidence[tried], tree.depth[tried])
+        reach = self.calibration.paths(tree)
+        calibrated = reach[tried] / reach[tree.parent[tried]]
         for node, confidence, probability in zip(tried.tolist(), tree.confidence[tried], calibrated, strict=True):
             self.trials.append((float(confidence), float(probability), node in walked))
         super().observe(tree, nodes, path)

@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from engine.compiled import compiled
 from engine.step import MAX_WINDOW
 from engine.tree import ROOT, TokenTree
+from engine.tree_loops import Nodes, top
 from engine.types import FloatArray, IntArray
+
+Counts = npt.NDArray[np.float64]
 
 logger = logging.getLogger(__name__)
 _BINS = 10  # of confidence
@@ -21,6 +26,7 @@ _DEPTHS = 8  # deeper nodes share the last
 _PRIOR = 8.0  # trials that the draft's own confidence counts for
 _PROBE_EVERY = 64  # steps without speculation between looks whether it pays again
 _REACH = 1.5  # a step that took longer, or shorter, than this times what was believed counts as this
+_ENOUGH_NEWS = 16  # observations, each of which changes little, before the table of costs is made anew
 _TRUSTED = 100  # observations; more don't make a time surer
 _MEMORY = 2000.0  # trials per cell that are remembered
 
@@ -33,42 +39,45 @@ class Calibration:
         self._hits = np.zeros((_BINS, _DEPTHS))
         self._centers = (np.arange(_BINS) + 0.5) / _BINS
 
-    def probability(self, confidence: FloatArray, depth: IntArray) -> FloatArray:
-        """Calibrated probability of each node given its parent; confidence and depth are [n]."""
-        cell = self._cell(confidence, depth)
-        prior = np.clip(confidence, 0.0, 1.0)
-        known: FloatArray = ((self._hits[cell] + _PRIOR * prior) / (self._trials[cell] + _PRIOR)).astype(np.float32)
-        return known
-
     def paths(self, tree: TokenTree) -> FloatArray:
         """Calibrated probability that the target's walk reaches each node, float32 [tree.size]."""
-        n = tree.size
-        reach = self.probability(tree.confidence[:n], tree.depth[:n]).tolist()
-        reach[ROOT] = 1.0
-        for node, parent in enumerate(tree.parent[1:n].tolist(), start=1):
-            reach[node] *= reach[parent]
-        return np.asarray(reach, np.float32)
+        return _reach(self._trials, self._hits, tree.nodes, tree.size)
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns from a step: of the verified `nodes`, those below the walked path were tried, those on it hit."""
-        walked = {ROOT, *path}
-        bins, depths = self._cell(tree.confidence[nodes], tree.depth[nodes])
-        for node, parent, cell in zip(
-            nodes.tolist(), tree.parent[nodes].tolist(), zip(bins, depths, strict=True), strict=True
-        ):
-            if parent in walked:
-                forget = min(1.0, _MEMORY / (self._trials[cell] + 1.0))
-                self._trials[cell] = (self._trials[cell] + 1.0) * forget
-                self._hits[cell] = (self._hits[cell] + (node in walked)) * forget
+        _count_tried(self._trials, self._hits, tree.nodes, nodes, np.asarray([ROOT, *path], np.int32))
 
     def table(self) -> list[tuple[float, float, float]]:
         """(confidence, acceptance rate, trials) for each bin that was tried, all depths together."""
         trials, hits = self._trials.sum(1), self._hits.sum(1)
         return [(float(c), float(h / t), float(t)) for c, h, t in zip(self._centers, hits, trials, strict=True) if t]
 
-    def _cell(self, confidence: FloatArray, depth: IntArray) -> tuple[IntArray, IntArray]:
-        bins = np.clip(confidence * _BINS, 0, _BINS - 1).astype(np.int32)
-        return bins, np.minimum(np.maximum(depth, 1) - 1, _DEPTHS - 1)
+
+@compiled
+def _cell(confidence: float, depth: int) -> tuple[int, int]:
+    return min(max(int(confidence * np.float32(_BINS)), 0), _BINS - 1), min(max(depth, 1), _DEPTHS) - 1
+
+
+@compiled
+def _reach(trials: Counts, hits: Counts, nodes: Nodes, size: int) -> FloatArray:
+    """Of each node: the acceptance rate of its cell, begun with its own confidence, times its parent's reach."""
+    out = np.ones(size, np.float32)
+    for i in range(1, size):
+        confidence = nodes.confidence[i]
+        cell = _cell(confidence, nodes.depth[i])
+        known = (hits[cell] + _PRIOR * confidence) / (trials[cell] + _PRIOR)
+        out[i] = known * out[nodes.parent[i]]
+    return out
+
+
+@compiled
+def _count_tried(trials: Counts, hits: Counts, nodes: Nodes, verified: IntArray, walked: IntArray) -> None:
+    for node in verified:
+        if (walked == nodes.parent[node]).any():
+            cell = _cell(nodes.confidence[node], nodes.depth[node])
+            forget = min(1.0, _MEMORY / (trials[cell] + 1.0))
+            trials[cell] = (trials[cell] + 1.0) * forget
+            hits[cell] = (hits[cell] + (walked == node).any()) * forget
 
 
 class CostModel:
@@ -87,6 +96,7 @@ class CostModel:
         self._off = 1.0  # seen / first, lately
         self._called: list[int] = []  # the bucket of 0, 1, 2... rows
         self._table: FloatArray | None = None
+        self._news = 0  # observations that the table doesn't know of
 
     def start(self, rows: int, milliseconds: float) -> None:
         """A first measurement."""
@@ -103,7 +113,9 @@ class CostModel:
         weight = 0.05 if rows in self._seen else 0.5
         self._seen[rows] = old + weight * (_near(milliseconds, old) - old)
         self._count[rows] = min(self._count.get(rows, 0) + 1, _TRUSTED)
-        self._table = None
+        self._news += 1
+        if self._news >= _ENOUGH_NEWS or self._count[rows] < _ENOUGH_NEWS:
+            self._table, self._news = None, 0
 
     def table(self, rows: int) -> FloatArray:
         """Milliseconds for 0..rows rows, never falling; ones before anything was seen. float32 [rows + 1]."""
@@ -198,9 +210,9 @@ class GoodputWindow:
         """See Window."""
         reach = [self.calibration.paths(tree)[1:] for tree in trees]
         everything = np.concatenate(reach) if reach else np.zeros(0, np.float32)
-        best = np.sort(everything)[::-1][: self.max_nodes]
-        expected = np.concatenate([np.zeros(1), np.cumsum(best)])
-        milliseconds = self.cost.table(len(trees) + len(best))[len(trees) :] + self.overhead_ms
+        order = top(everything, self.max_nodes)
+        expected = np.concatenate([np.zeros(1), np.cumsum(everything[order])])
+        milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :] + self.overhead_ms
         chosen = int(np.argmax((len(trees) + expected) / milliseconds))
         self._idle = 0 if chosen else self._idle + 1
         if chosen == 0 and self._idle % _PROBE_EVERY == 0 and len(everything):
@@ -212,7 +224,7 @@ class GoodputWindow:
         if chosen == 0:
             return [np.zeros(0, np.int32) for _ in trees]
         owners = np.repeat(np.arange(len(trees)), [len(part) for part in reach])
-        counts = np.bincount(owners[np.argsort(-everything, kind="stable")[:chosen]], minlength=len(trees))
+        counts = np.bincount(owners[order[:chosen]], minlength=len(trees))
         return [
             tree.best(min(count, MAX_WINDOW), np.concatenate([np.ones(1, np.float32), part]))
             for tree, count, part in zip(trees, counts.tolist(), reach, strict=True)

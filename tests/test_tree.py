@@ -177,8 +177,6 @@ class Trees(RuleBasedStateMachine):
             assert tree.expanded[index] == node.expanded
             assert tree.sent[index] == (node.sent or node is self.root)
             assert tree.probability[index] == pytest.approx(node.probability, rel=1e-4, abs=1e-12)
-            assert tree.has_children(index) == bool(node.children)
-            assert tree.below(index).tolist() == sorted(self.find(below) for below in node)
             assert tree.token[tree.lineage(index)].tolist() == [self.root.token, *node.path]
 
     @invariant()
@@ -253,11 +251,11 @@ def test_path_slots_end_before_the_first_node_without_kv() -> None:
 
 @pytest.mark.parametrize("name", ["parent", "depth", "token", "slot", "probability"])
 def test_check_finds_a_broken_array(name: str) -> None:
-    tree = grown((0, 1, 0.5), (1, 2, 0.5), (2, 3, 0.5))
+    tree = grown((0, 4, 0.5), (0, 2, 0.5), (2, 3, 0.5))
     tree.slot[1:3] = [4, 5]
     tree.check()
     getattr(tree, name)[0 if name == "probability" else 2] = 4
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises(AssertionError):
         tree.check()
 
 

@@ -232,20 +232,12 @@ class ModelDrafter:
         if any(session.processors for session in held):
             logits = self._process(places, logits)
         noise = self._noise(places) if any(session.noise for session in held) else None
-        tokens, confidences = sampling.propose(logits, params, noise, self._growing.children)
-        new: dict[int, tuple[list[int], list[int], list[float]]] = {}
-        for (session, node), row_tokens, row_confidences in zip(
-            places, tokens.tolist(), confidences.tolist(), strict=True
-        ):
-            if node >= 0:
-                parents, children, given = new.setdefault(session, ([], [], []))
-                parents += [node] * len(row_tokens)
-                children += row_tokens
-                given += row_confidences
-        for session, (parents, children, given) in new.items():
-            tree = self._sessions[session].tree
-            tree.expanded[parents] = True
-            tree.add_many(parents, children, given)
+        proposed, given = sampling.propose(logits, params, noise, self._growing.children)
+        tokens, confidences = proposed.cpu().numpy().astype(np.int32), given.cpu().numpy()
+        for session, group in groupby(enumerate(places), key=lambda place: place[1][0]):
+            rows, nodes = map(list, zip(*((row, node) for row, (_, node) in group), strict=True))
+            if nodes[0] >= 0:  # a prefix that is still incomplete is alone, and has no node
+                self._sessions[session].tree.expand(nodes, tokens[rows], confidences[rows])
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, ids unknown to this model as another: a wrong guess, not an error."""
