@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import ray
 
 from cluster.draft import DraftReplica, DraftStats
@@ -20,6 +21,7 @@ from cluster.placement import Placement
 from cluster.registry import DraftEntry
 from cluster.target import TargetReplica, TargetStats
 from cluster.trace import Span
+from cluster.wire import DIGEST_BYTES, decode_up, encode_up
 from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.drafters import Drafter
@@ -27,7 +29,8 @@ from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer, load_tokenizer
-from engine.types import GenerationRequest, TokenChunk
+from engine.tree import ROOT, TokenTree
+from engine.types import GenerationRequest, Growth, KVHandle, TokenChunk
 from engine.windows import FixedChain, FixedTree
 
 WindowName = Literal["goodput", "chain", "tree"]
@@ -80,6 +83,7 @@ def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5
 
     What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps.
     """
+    warm_up_loops()
     gc.collect()
     gc.freeze()
     lease = runner.pool.lease(256)
@@ -95,6 +99,22 @@ def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5
                 cost.start(rows, 1000 * sorted(times)[repeats // 2])
     finally:
         runner.pool.release(lease)
+
+
+def warm_up_loops() -> None:
+    """Grows, tells, chooses from and commits a small tree, which compiles the loops of all that, or loads what was compiled."""
+    draft, mirror = TokenTree(0), TokenTree(0)
+    draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+    draft.frontier(1, 2)
+    nodes = draft.unsent(1)
+    [growth] = decode_up(encode_up([Growth(0, KVHandle(1, bytes(DIGEST_BYTES)), *draft.piece(nodes))])[0])
+    assert isinstance(growth, Growth)
+    mirror.graft([], growth.parents, growth.tokens, growth.confidences)
+    window = GoodputWindow(Calibration(), CostModel())
+    [chosen] = window.choose([mirror])
+    window.observe(mirror, chosen, [1])
+    mirror.visible(chosen, chosen)
+    mirror.commit([0])
 
 
 class TargetActor:

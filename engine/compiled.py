@@ -1,7 +1,7 @@
 """Loops over small arrays, compiled to machine code by numba: what runs between two forward passes has to be short."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
 
@@ -9,9 +9,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled(function: F) -> F:
-    """Compiles a function of arrays and numbers at its first call; what was compiled is kept on disk where that is possible."""
+    """Compiles a function of arrays and numbers at its first call; keeps what was compiled on disk where that is possible."""
+    made: Any
     try:
-        made: F = numba.njit(cache=True)(function)
-    except RuntimeError:  # no folder to keep it in
-        made = numba.njit(function)
-    return made
+        made = numba.njit(cache=True)(function)
+    except RuntimeError:  # no folder to keep it in: numba has no class for this
+        made = numba.njit()(function)
+    return made  # type: ignore[no-any-return]
