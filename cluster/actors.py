@@ -102,7 +102,7 @@ def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5
 
 
 def warm_up_loops() -> None:
-    """Grows, tells, chooses from and commits a small tree, which compiles the loops of all that, or loads what was compiled."""
+    """Grows, tells, verifies and commits a small tree: compiles the loops of all that, or loads what was compiled."""
     draft, mirror = TokenTree(0), TokenTree(0)
     draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
     draft.frontier(1, 2)

@@ -7,8 +7,6 @@ commit moves the mirror's root, and the messages to each draft are collected unt
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from engine.drafters.ngram import Earned, Lookup
 from engine.prefix import HandleChain
 from engine.tree import ROOT, TokenTree
@@ -187,8 +185,8 @@ class TargetState:
         held = self._sessions.get(growth.session)
         if held is None or not held.chain.names(growth.base) or not self._sane(growth):
             return False
-        confidences = np.nan_to_num(growth.confidences, nan=0.0).clip(0.0, 1.0)
         committed = held.tokens[growth.base.length :]
+        confidences = growth.confidences.clip(0.0, 1.0)
         grafted = held.mirror.graft(committed, growth.parents, growth.tokens, confidences)
         self.counters.grown += grafted
         return grafted > 0

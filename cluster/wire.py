@@ -9,10 +9,12 @@ from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from cluster.pb import draft_pb2 as pb
 from cluster.wire_sampling import WireError, decode_sampling, encode_sampling, require
+from engine.compiled import compiled
 from engine.types import Close, Commit, Down, Growth, IntArray, KVHandle, NeedPrefix, Open, Renew, Up
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -255,6 +257,13 @@ def _decode_growths(packed: pb.Growths) -> list[Up]:
 
 def _require_order(parents: IntArray, bounds: Sequence[int]) -> None:
     """Every parent is the base or an earlier node of the same session. parents: [nodes]; bounds: [sessions + 1]."""
-    starts = np.array(bounds, dtype=np.int32)
-    own = np.arange(len(parents), dtype=np.int32) - np.repeat(starts[:-1], starts[1:] - starts[:-1])
-    require(bool(((parents >= -1) & (parents < own)).all()), "a parent does not come before its child")
+    require(_in_order(parents, np.asarray(bounds, np.int64)), "a parent does not come before its child")
+
+
+@compiled
+def _in_order(parents: IntArray, bounds: npt.NDArray[np.int64]) -> bool:
+    for session in range(len(bounds) - 1):
+        for node in range(bounds[session], bounds[session + 1]):
+            if not -1 <= parents[node] < node - bounds[session]:
+                return False
+    return True

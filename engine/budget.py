@@ -208,27 +208,38 @@ class GoodputWindow:
 
     def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
         """See Window."""
-        reach = [self.calibration.paths(tree)[1:] for tree in trees]
-        everything = np.concatenate(reach) if reach else np.zeros(0, np.float32)
+        reach = [self.calibration.paths(tree) for tree in trees]
+        everything = np.concatenate([np.zeros(0, np.float32), *(part[1:] for part in reach)])
         order = top(everything, self.max_nodes)
-        expected = np.concatenate([np.zeros(1), np.cumsum(everything[order])])
-        milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :] + self.overhead_ms
-        chosen = int(np.argmax((len(trees) + expected) / milliseconds))
+        milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :]
+        chosen, accepted = _best_count(everything[order], milliseconds, len(trees), self.overhead_ms)
         self._idle = 0 if chosen else self._idle + 1
         if chosen == 0 and self._idle % _PROBE_EVERY == 0 and len(everything):
-            chosen = 1  # a look whether speculation pays again
-        self._last = Choice(
-            len(trees), chosen, float(expected[chosen]), float(milliseconds[chosen]), float(milliseconds[0])
-        )
+            chosen, accepted = 1, float(everything[order[0]])  # a look whether speculation pays again
+        self._last = Choice(len(trees), chosen, accepted, float(milliseconds[chosen]), float(milliseconds[0]))
         logger.debug("%s", self._last)
-        if chosen == 0:
-            return [np.zeros(0, np.int32) for _ in trees]
-        owners = np.repeat(np.arange(len(trees)), [len(part) for part in reach])
+        owners = np.repeat(np.arange(len(trees)), [tree.size - 1 for tree in trees])
         counts = np.bincount(owners[order[:chosen]], minlength=len(trees))
         return [
-            tree.best(min(count, MAX_WINDOW), np.concatenate([np.ones(1, np.float32), part]))
+            tree.best(min(count, MAX_WINDOW), part)
             for tree, count, part in zip(trees, counts.tolist(), reach, strict=True)
         ]
+
+
+@compiled
+def _best_count(reach: FloatArray, milliseconds: FloatArray, sequences: int, overhead_ms: float) -> tuple[int, float]:
+    """How many of the nodes, the likeliest first, bring the most tokens per second; and the accepted ones to expect.
+
+    milliseconds: of steps that verify 0, 1, 2... of the nodes [nodes + 1].
+    """
+    count, accepted, goodput, expected = 0, 0.0, 0.0, 0.0
+    for n in range(len(milliseconds)):
+        if n:
+            expected += reach[n - 1]
+        tokens_per_ms = (sequences + expected) / (milliseconds[n] + overhead_ms)
+        if tokens_per_ms > goodput:
+            count, accepted, goodput = n, expected, tokens_per_ms
+    return count, accepted
 
 
 class Patience:

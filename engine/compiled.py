@@ -9,7 +9,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled(function: F) -> F:
-    """Compiles a function of arrays and numbers at its first call; keeps what was compiled on disk where that is possible."""
+    """Compiles a function of arrays and numbers at its first call, and keeps that on disk where it can."""
     made: Any
     try:
         made = numba.njit(cache=True)(function)

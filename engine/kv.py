@@ -221,7 +221,7 @@ class KVPool:
         pairs = [(a, b) for a, b in zip(source, destination, strict=True) if a != b]
         if pairs:
             old, new = (torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True))
-            self.data[:, :, :, new] = self.data[:, :, :, old]
+            self.data.index_copy_(3, new, self.data.index_select(3, old))
 
     def check(self) -> None:
         """Audits the pool: who holds what, what is cached, what is free, and that all values are finite.

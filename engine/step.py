@@ -226,7 +226,7 @@ class Stepper:
         choices, margins = self._choose(sequence, rows, logits)
         tree = plan.tree if plan.tree is not None and len(nodes) > 1 else TokenTree(sequence.tokens[-1], 1)
         tokens = walk(tree, set(nodes[1:]), lambda node: choices[row_of[node]])
-        path = _path(tree, tokens[:-1])
+        path = tree.along(tokens[:-1])
         taken = sequence.append([token for token in tokens if token != _NONE])
         if tokens[-1] == _NONE and sequence.finish_reason is None:
             sequence.fail("no token is allowed here: the grammar, bad words and min_tokens exclude each other")
@@ -266,12 +266,3 @@ def _paths(rows: SequenceRows) -> Paths:
     if rows.wanted or len(rows.tokens) == 1:
         return [()]
     return [[rows.tokens[row] for row in np.flatnonzero(seen)[1:].tolist()] for seen in rows.visible]
-
-
-def _path(tree: TokenTree, tokens: list[int]) -> list[int]:
-    """The nodes along `tokens` from the root."""
-    nodes, node = [], ROOT
-    for token in tokens:
-        node = tree.child(node, token)
-        nodes.append(node)
-    return nodes
