@@ -6,9 +6,11 @@ Gumbel-max trick: Maddison et al. 2014, https://arxiv.org/abs/1411.0030). With T
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from engine.types import SamplingParams, TokenLogprobs
+from engine.compiled import compiled
+from engine.types import FloatArray, IntArray, SamplingParams, TokenLogprobs
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
@@ -75,8 +77,8 @@ def _nucleus_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def propose(
     logits: torch.Tensor, params: Sequence[SamplingParams], noise: torch.Tensor | None, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A draft's guesses at what `choose` will give a better model: (tokens int64, confidences float32), both [n, count].
+) -> tuple[IntArray, FloatArray]:
+    """A draft's guesses at what `choose` will give a better model: (tokens, confidences), both [n, count].
 
     logits: [n, vocab_size] of the draft; params: of each row; noise: float32 [n, vocab_size], the target's, zeros in greedy
     rows, needed when a row is not greedy.
@@ -88,5 +90,41 @@ def propose(
             if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
                 values[i] = restrict(values[i : i + 1], row)[0]
         values = values + noise
-    best, tokens = values.topk(max(count, min(_CANDIDATES, values.shape[-1])), dim=-1)
-    return tokens[:, :count], (best * _SHARPNESS).softmax(-1)[:, :count]
+    candidates = max(count, min(_CANDIDATES, values.shape[-1]))
+    if values.is_cpu:
+        tokens, best = _largest(values.numpy(), candidates)
+    else:
+        highest = values.topk(candidates, dim=-1)
+        tokens, best = highest.indices.int().cpu().numpy(), highest.values.cpu().numpy()
+    return tokens[:, :count], _shares(best)[:, :count]
+
+
+@compiled
+def _shares(best: FloatArray) -> FloatArray:
+    """Softmax of each row, sharpened; zeros where the best, which stands first, is no number."""
+    shares = np.zeros_like(best)
+    for row in range(len(best)):
+        if np.isfinite(best[row, 0]):
+            shares[row] = np.exp(_SHARPNESS * (best[row] - best[row, 0]))
+            shares[row] /= shares[row].sum()
+    return shares
+
+
+@compiled
+def _largest(values: FloatArray, count: int) -> tuple[IntArray, FloatArray]:
+    """The `count` largest of each row and where they stand, the largest first: what topk gives, several times as fast."""
+    rows, columns = values.shape
+    found = np.zeros((rows, count), np.int32)
+    best = np.full((rows, count), -np.inf, np.float32)
+    for row in range(rows):
+        least = np.float32(-np.inf)
+        for column in range(columns):
+            value = values[row, column]
+            if value > least:
+                at = count - 1
+                while at > 0 and best[row, at - 1] < value:
+                    best[row, at], found[row, at] = best[row, at - 1], found[row, at - 1]
+                    at -= 1
+                best[row, at], found[row, at] = value, column
+                least = best[row, count - 1]
+    return found, best

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -206,8 +207,8 @@ def test_guesses_of_mixed_rows_are_those_of_each_row_alone() -> None:
     tokens, confidences = sampling.propose(logits, rows, noise_of(rows, range(len(rows)), 300), 5)
     for i, row in enumerate(rows):
         alone = sampling.propose(logits[i : i + 1], [row], noise_of([row], [i], 300), 5)
-        assert torch.equal(tokens[i], alone[0][0])
-        assert torch.equal(confidences[i], alone[1][0])
+        assert np.array_equal(tokens[i], alone[0][0])
+        assert np.array_equal(confidences[i], alone[1][0])
 
 
 def test_guesses_are_distinct_with_falling_confidences_below_one() -> None:
@@ -217,3 +218,16 @@ def test_guesses_are_distinct_with_falling_confidences_below_one() -> None:
     assert bool((confidences[:, 1:] <= confidences[:, :-1]).all())
     assert bool((confidences.sum(-1) <= 1 + 1e-5).all())
     assert bool((confidences >= 0).all())
+
+
+def test_guesses_are_the_largest_logits() -> None:
+    logits = some_logits(50, 300)
+    tokens, _ = sampling.propose(logits, [SamplingParams()] * 50, None, 6)
+    assert tokens.tolist() == logits.topk(6).indices.tolist()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_draft_whose_logits_are_no_numbers_is_sure_of_nothing(value: float) -> None:
+    tokens, confidences = sampling.propose(torch.full((1, 300), value), [SamplingParams()], None, 6)
+    assert not confidences.any()
+    assert all(0 <= token < 300 for token in tokens[0])

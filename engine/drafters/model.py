@@ -232,8 +232,7 @@ class ModelDrafter:
         if any(session.processors for session in held):
             logits = self._process(places, logits)
         noise = self._noise(places) if any(session.noise for session in held) else None
-        proposed, given = sampling.propose(logits, params, noise, self._growing.children)
-        tokens, confidences = proposed.cpu().numpy().astype(np.int32), given.cpu().numpy()
+        tokens, confidences = sampling.propose(logits, params, noise, self._growing.children)
         for session, group in groupby(enumerate(places), key=lambda place: place[1][0]):
             rows, nodes = map(list, zip(*((row, node) for row, (_, node) in group), strict=True))
             if nodes[0] >= 0:  # a prefix that is still incomplete is alone, and has no node
