@@ -30,7 +30,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer, load_tokenizer
 from engine.tree import ROOT, TokenTree
-from engine.types import GenerationRequest, Growth, KVHandle, TokenChunk
+from engine.types import GenerationRequest, Growth, KVHandle, SamplingParams, TokenChunk
 from engine.windows import FixedChain, FixedTree
 
 WindowName = Literal["goodput", "chain", "tree"]
@@ -320,4 +320,10 @@ def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
         compile=config.compile,
     )
     warm_up(runner, repeats=2)
-    return ModelDrafter(runner, config.growing, find_tokenizer(config.model))
+    drafter = ModelDrafter(runner, config.growing, find_tokenizer(config.model))
+    drafter.open(0, [0], SamplingParams())  # a first session compiles what every other one runs
+    for _ in range(3):
+        drafter.grow()
+    drafter.commit(0, [0])
+    drafter.close(0)
+    return drafter
