@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from engine.checkpoint import ModelError, check_checkpoint
+from engine.checkpoint import ModelError, check_checkpoint, context_length
 from engine.types import Grammar, InvalidRequest, SamplingParams, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -379,7 +379,7 @@ def check_models(target: Path, draft: Path | None) -> int:
         sizes = values["vocab_size"], check_checkpoint(draft)["vocab_size"]
         if sizes[0] != sizes[1]:
             raise ModelError(f"vocabularies differ: {sizes[0]} tokens in {target}, {sizes[1]} in {draft}")
-    return int(values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize)
+    return context_length(values)
 
 
 @contextmanager
