@@ -1,8 +1,7 @@
 """A Backend over a Serve handle: what can happen to a replica becomes one of the few errors that a Backend raises."""
 
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
@@ -24,7 +23,7 @@ class ServeBackend:
         """handle: of a TargetDeployment."""
         self._generate = handle.options(stream=True).generate
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         """See Backend."""
         response = cast(DeploymentResponseGenerator[TokenChunk], self._generate.remote(request))
         finished = False
@@ -32,10 +31,6 @@ class ServeBackend:
             while not finished:
                 chunk = await _next(response)
                 finished = chunk.finish_reason is not None
-                if chunk.finish_reason == "cancelled":  # not by us: the replica goes away
-                    if chunk.tokens:
-                        yield replace(chunk, finish_reason=None)
-                    raise ReplicaLost("the replica was closed")
                 yield chunk
         finally:
             if not finished:

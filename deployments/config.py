@@ -252,6 +252,36 @@ def load_config(path: Path) -> ServeConfig:
     return parse_config(_our_arguments(values) if "applications" in values else values)
 
 
+def chosen_config(
+    path: Path | None,
+    target: Path | None,
+    draft: Path | None,
+    dtype: Dtype,
+    invariant: bool,
+    host: str | None,
+    port: int | None,
+    grpc_port: int | None,
+) -> ServeConfig:
+    """A file, or one pair of models (the bundled one if none is named), with addresses of its own. Raises ConfigError."""
+    config = load_config(path) if path is not None else ServeConfig()
+    if path is not None and (target or draft or dtype != "auto" or invariant):
+        raise ConfigError("--target, --draft, --dtype and --invariant say what a --config says: give one or the other")
+    values = config.arguments()
+    if path is None:
+        (model,) = values["models"]
+        if target is not None:
+            model["name"], model["target"]["checkpoint"] = target.absolute().name, str(target)
+            model["draft"] = model["draft"] if draft is not None else None
+        if draft is not None:
+            model["draft"]["checkpoint"] = str(draft)
+        model["target"].update(dtype=dtype, invariant=invariant)
+        if model["draft"] is not None:
+            model["draft"]["dtype"] = dtype
+    values["http"].update({"host": host or config.http.host, "port": port or config.http.port})
+    values["grpc"].update({"port": grpc_port or config.grpc.port})
+    return parse_config(values)
+
+
 def parse_config(values: dict[str, Any]) -> ServeConfig:
     """A configuration from plain values; raises ConfigError."""
     try:
