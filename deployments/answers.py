@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from deployments import openai
+from deployments import openai_answers as shapes
 from deployments.chat import TaggedCalls, WholeCall
 from deployments.logprobs import TokenTexts
 from deployments.service import Piece, ServedModel, Speculation
@@ -93,20 +93,20 @@ class Answer(ABC):
         if piece.speculation is not None:
             self._speculation[index] = piece.speculation
 
-    def _usage(self) -> openai.Usage:
+    def _usage(self) -> shapes.Usage:
         read = sum(len(request.prompt) for request in self.job.requests[:: self.job.samples])
         written = sum(self._written)
-        return openai.Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+        return shapes.Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
     def _stats(self, indices: Sequence[int]) -> dict[str, Any]:
         if not self.job.stats:
             return {}
         choices = [self._choice_stats(index) for index in indices]
-        return {"paceline": openai.Stats(seed=self.job.requests[0].params.seed, choices=choices)}
+        return {"paceline": shapes.Stats(seed=self.job.requests[0].params.seed, choices=choices)}
 
-    def _choice_stats(self, index: int) -> openai.ChoiceStats:
+    def _choice_stats(self, index: int) -> shapes.ChoiceStats:
         done = self._speculation[index]
-        return openai.ChoiceStats(
+        return shapes.ChoiceStats(
             index=index,
             seed=self.job.requests[index].params.seed,
             tokens=done.tokens,
@@ -131,7 +131,7 @@ class CompletionAnswer(Answer):
         self._texts, self._echo = texts, list(echo)
         self._offsets = [len(text) for text in echo]  # where the text of the next token begins
 
-    def choice(self, index: int, piece: Piece) -> openai.CompletionChoice | None:
+    def choice(self, index: int, piece: Piece) -> shapes.CompletionChoice | None:
         """See Answer."""
         text = self._echo[index] + piece.text
         self._echo[index] = ""
@@ -141,31 +141,31 @@ class CompletionAnswer(Answer):
             logprobs, self._offsets[index] = self._texts.completion(piece.tokens, piece.logprobs, offset)
         if not text and logprobs is None and piece.finish_reason is None:
             return None
-        return openai.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=piece.finish_reason)
+        return shapes.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=piece.finish_reason)
 
-    def chunk(self, choices: Sequence[openai.CompletionChoice], fields: dict[str, Any]) -> openai.Completion:
+    def chunk(self, choices: Sequence[shapes.CompletionChoice], fields: dict[str, Any]) -> shapes.Completion:
         """See Answer."""
-        return openai.Completion(object="text_completion", choices=list(choices), **fields)
+        return shapes.Completion(object="text_completion", choices=list(choices), **fields)
 
     def complete(
-        self, choices: Sequence[Sequence[openai.CompletionChoice]], fields: dict[str, Any]
-    ) -> openai.Completion:
+        self, choices: Sequence[Sequence[shapes.CompletionChoice]], fields: dict[str, Any]
+    ) -> shapes.Completion:
         """See Answer."""
         return self.chunk([_joined(parts) for parts in choices], fields)
 
 
-def _joined(parts: Sequence[openai.CompletionChoice]) -> openai.CompletionChoice:
+def _joined(parts: Sequence[shapes.CompletionChoice]) -> shapes.CompletionChoice:
     text, finish = "".join(part.text for part in parts), parts[-1].finish_reason
     found = [part.logprobs for part in parts if part.logprobs is not None]
     logprobs = None
     if found:
-        logprobs = openai.CompletionLogprobs(
+        logprobs = shapes.CompletionLogprobs(
             tokens=[token for part in found for token in part.tokens],
             token_logprobs=[value for part in found for value in part.token_logprobs],
             top_logprobs=[top for part in found for top in part.top_logprobs],
             text_offset=[offset for part in found for offset in part.text_offset],
         )
-    return openai.CompletionChoice(index=parts[0].index, text=text, logprobs=logprobs, finish_reason=finish)
+    return shapes.CompletionChoice(index=parts[0].index, text=text, logprobs=logprobs, finish_reason=finish)
 
 
 class ChatAnswer(Answer):
@@ -178,10 +178,10 @@ class ChatAnswer(Answer):
         self._begun = [False] * len(job.requests)
         self._calls = [0] * len(job.requests)
 
-    def choice(self, index: int, piece: Piece) -> openai.ChatChunkChoice | None:
+    def choice(self, index: int, piece: Piece) -> shapes.ChatChunkChoice | None:
         """See Answer."""
         content, calls = self._read(index, piece)
-        delta = openai.AnswerMessage(**({} if self._begun[index] else {"role": "assistant", "content": ""}))
+        delta = shapes.AnswerMessage(**({} if self._begun[index] else {"role": "assistant", "content": ""}))
         if content:
             delta.content = content
         if calls:
@@ -191,10 +191,10 @@ class ChatAnswer(Answer):
             return None
         self._begun[index] = True
         called = piece.finish_reason == "stop" and self._calls[index]
-        finish: openai.ChatFinish | None = "tool_calls" if called else piece.finish_reason
-        return openai.ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
+        finish: shapes.ChatFinish | None = "tool_calls" if called else piece.finish_reason
+        return shapes.ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
 
-    def _read(self, index: int, piece: Piece) -> tuple[str, list[openai.AnsweredCall]]:
+    def _read(self, index: int, piece: Piece) -> tuple[str, list[shapes.AnsweredCall]]:
         reader = self._readers[index]
         if reader is None:
             return piece.text, []
@@ -205,31 +205,31 @@ class ChatAnswer(Answer):
         for call in found:
             if not isinstance(call, str):
                 call_id, at = f"call_{uuid.uuid4().hex}", self._calls[index]
-                calls.append(openai.AnsweredCall(index=at, id=call_id, type="function", function=call))
+                calls.append(shapes.AnsweredCall(index=at, id=call_id, type="function", function=call))
                 self._calls[index] += 1
         return "".join(text for text in found if isinstance(text, str)), calls
 
-    def chunk(self, choices: Sequence[openai.ChatChunkChoice], fields: dict[str, Any]) -> openai.ChatChunk:
+    def chunk(self, choices: Sequence[shapes.ChatChunkChoice], fields: dict[str, Any]) -> shapes.ChatChunk:
         """See Answer."""
-        return openai.ChatChunk(object="chat.completion.chunk", choices=list(choices), **fields)
+        return shapes.ChatChunk(object="chat.completion.chunk", choices=list(choices), **fields)
 
     def complete(
-        self, choices: Sequence[Sequence[openai.ChatChunkChoice]], fields: dict[str, Any]
-    ) -> openai.ChatCompletion:
+        self, choices: Sequence[Sequence[shapes.ChatChunkChoice]], fields: dict[str, Any]
+    ) -> shapes.ChatCompletion:
         """See Answer."""
-        return openai.ChatCompletion(object="chat.completion", choices=[_message(parts) for parts in choices], **fields)
+        return shapes.ChatCompletion(object="chat.completion", choices=[_message(parts) for parts in choices], **fields)
 
 
-def _message(parts: Sequence[openai.ChatChunkChoice]) -> openai.ChatChoice:
+def _message(parts: Sequence[shapes.ChatChunkChoice]) -> shapes.ChatChoice:
     content = "".join(part.delta.content or "" for part in parts)
     calls = [call for part in parts for call in part.delta.tool_calls or ()]
-    message = openai.AnswerMessage(role="assistant", content=content or (None if calls else ""))
+    message = shapes.AnswerMessage(role="assistant", content=content or (None if calls else ""))
     if calls:
         message.tool_calls = [
-            openai.AnsweredCall(id=call.id, type="function", function=call.function) for call in calls
+            shapes.AnsweredCall(id=call.id, type="function", function=call.function) for call in calls
         ]
     found = [part.logprobs for part in parts if part.logprobs is not None]
-    logprobs = openai.ChatLogprobs(content=[entry for part in found for entry in part.content]) if found else None
+    logprobs = shapes.ChatLogprobs(content=[entry for part in found for entry in part.content]) if found else None
     finish = parts[-1].finish_reason
     assert finish is not None, "the last piece has a finish reason"
-    return openai.ChatChoice(index=parts[0].index, message=message, logprobs=logprobs, finish_reason=finish)
+    return shapes.ChatChoice(index=parts[0].index, message=message, logprobs=logprobs, finish_reason=finish)

@@ -53,6 +53,11 @@ class TextModel:
         """Its tokens as grammars see them."""
         return Vocabulary(self.tokenizer, self.vocab_size)
 
+    @cached_property
+    def longest_prompt(self) -> int:
+        """Characters: no longer text has few enough tokens."""
+        return self.context * max(len(token) for token in self.tokenizer.get_vocab())
+
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
@@ -148,6 +153,8 @@ def find_model(models: Mapping[str, Served], name: str | None) -> Served:
 
 def prompt_tokens(prompt: str | tuple[int, ...], model: TextModel) -> tuple[int, ...]:
     """The token ids of a prompt. Raises InvalidRequest, or ContextExceeded when no output would fit behind it."""
+    if isinstance(prompt, str) and len(prompt) > model.longest_prompt:  # to tokenize it would be work for nothing
+        raise ContextExceeded("prompt", f"has {len(prompt)} characters; the model's context is {model.context} tokens")
     tokens = tuple(model.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
     require(bool(prompt) and bool(tokens), "prompt", "must not be empty")
     known = min(tokens) >= 0 and max(tokens) < model.vocab_size

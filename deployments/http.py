@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from deployments import openai
+from deployments import openai_answers as shapes
 from deployments.answers import Answer, ChatAnswer, CompletionAnswer, Job
 from deployments.asgi import MAX_BODY, ClientGone, EventStream, read_json, unless_gone
 from deployments.chat import TaggedCalls, WholeCall, chat_prompt, forced_call
@@ -75,11 +76,11 @@ class Api:
         """Lets a request pass whose key is right; raises Unauthorized. The salt of its tenant is kept with it."""
         request.state.salt = self._keys.salt(bearer(request.headers.get("authorization")))
 
-    async def list_models(self) -> openai.ModelList:
+    async def list_models(self) -> shapes.ModelList:
         """The models that are served."""
-        return openai.ModelList(data=[_card(model) for model in self._models.values()])
+        return shapes.ModelList(data=[_card(model) for model in self._models.values()])
 
-    async def show_model(self, name: str) -> openai.ModelCard:
+    async def show_model(self, name: str) -> shapes.ModelCard:
         """One of them."""
         return _card(find_model(self._models, name))
 
@@ -108,7 +109,7 @@ class Api:
         require((body.prompt is None) != (body.messages is None), "prompt", "give either a prompt or messages")
         model = find_model(self._models, body.model)
         tokens = await asyncio.to_thread(_tokens, body, model)
-        answer = openai.Tokenized(count=len(tokens), max_model_len=model.context, tokens=tokens)
+        answer = shapes.Tokenized(count=len(tokens), max_model_len=model.context, tokens=tokens)
         if body.return_token_strs:
             answer.token_strs = [str(token) for token in model.tokenizer.convert_ids_to_tokens(tokens)]
         return JSONResponse(answer.model_dump())
@@ -120,7 +121,7 @@ class Api:
         known = all(0 <= token < model.vocab_size for token in body.tokens)
         require(known, "tokens", f"token ids must be between 0 and {model.vocab_size - 1}")
         text = await asyncio.to_thread(model.tokenizer.decode, list(body.tokens))
-        return JSONResponse(openai.Detokenized(prompt=str(text)).model_dump())
+        return JSONResponse(shapes.Detokenized(prompt=str(text)).model_dump())
 
     async def _answer(
         self, request: Request, body: openai.CompletionRequest | openai.ChatRequest, answer: Answer
@@ -215,8 +216,8 @@ def _tokens(body: openai.TokenizeRequest, model: ServedModel) -> list[int]:
     return list(model.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
 
 
-def _card(model: ServedModel) -> openai.ModelCard:
-    return openai.ModelCard(id=model.name, created=model.created, max_model_len=model.context)
+def _card(model: ServedModel) -> shapes.ModelCard:
+    return shapes.ModelCard(id=model.name, created=model.created, max_model_len=model.context)
 
 
 # --- the application around them
@@ -253,10 +254,10 @@ def _guarded_routes(api: Api) -> APIRouter:
     router.add_api_route("/v1/models", api.list_models)
     router.add_api_route("/v1/models/{name:path}", api.show_model)
     posts = {
-        "/v1/completions": (api.completions, openai.CompletionRequest, openai.Completion),
-        "/v1/chat/completions": (api.chat, openai.ChatRequest, openai.ChatCompletion),
-        "/tokenize": (api.tokenize, openai.TokenizeRequest, openai.Tokenized),
-        "/detokenize": (api.detokenize, openai.DetokenizeRequest, openai.Detokenized),
+        "/v1/completions": (api.completions, openai.CompletionRequest, shapes.Completion),
+        "/v1/chat/completions": (api.chat, openai.ChatRequest, shapes.ChatCompletion),
+        "/tokenize": (api.tokenize, openai.TokenizeRequest, shapes.Tokenized),
+        "/detokenize": (api.detokenize, openai.DetokenizeRequest, shapes.Detokenized),
     }
     for path, (handler, body, answer) in posts.items():
         schema = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}

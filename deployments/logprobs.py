@@ -6,7 +6,7 @@ from functools import lru_cache
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from deployments.openai import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from deployments.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from engine.types import TokenLogprobs
 
 _LOWEST = -9999.0  # JSON has no -inf

@@ -149,6 +149,7 @@ def test_what_does_not_fit_in_the_context_has_a_name_of_its_own(model: TextModel
     for fields, param in (
         ({"prompt": [5] * 128}, "prompt"),
         ({"prompt": "x " * 1000}, "prompt"),
+        ({"prompt": "x" * 4_000_000}, "prompt"),
         ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens"),
     ):
         with pytest.raises(ContextExceeded) as caught:
