@@ -16,6 +16,7 @@ from deployments.replicas import DraftDeployment, TargetDeployment
 
 NAMESPACE = "paceline"  # of the registries
 _HEALTH_CHECK_S = 2.0
+_START_ATTEMPTS = 3  # of all replicas of a deployment: what fails so often will not load the next time
 _DRAIN_CHECK_S = 0.5  # how often a replica that goes away looks whether its streams have ended
 _INGRESS_STREAMS = 4096  # more would wait in Serve's proxy; what waits for a model is limited per model
 
@@ -132,6 +133,7 @@ def _lifecycle(drain_s: float) -> dict[str, Any]:
         "graceful_shutdown_wait_loop_s": _DRAIN_CHECK_S,
         "health_check_period_s": _HEALTH_CHECK_S,
         "health_check_timeout_s": 5 * _HEALTH_CHECK_S,
+        "max_constructor_retry_count": _START_ATTEMPTS,
     }
 
 

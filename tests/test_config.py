@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ def test_models_that_cannot_run_are_refused_before_anything_loads(tmp_path: Path
 def test_api_keys_are_read_and_never_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "keys", "second\n\n third \n")
     config = parse_config(changed("http", to={"api_keys": ["first"], "api_keys_file": str(file)}))
-    assert config.http.keys() == ("first", "second", "third")
-    assert load_config_of(config).http.keys() == config.http.keys()
-    assert "first" not in repr(config)
+    assert config.http.key_digests() == tuple(sha256(key).digest() for key in (b"first", b"second", b"third"))
+    assert load_config_of(config).http.key_digests() == config.http.key_digests()
+    assert "first" not in repr(config) + str(config.arguments())
     with pytest.raises(ConfigError) as caught:
         parse_config(changed("http", to={"api_keys": "first"}))
     assert "first" not in str(caught.value)
