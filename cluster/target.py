@@ -27,6 +27,9 @@ from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_req
 from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up, require
 
 logger = logging.getLogger(__name__)
+TARGET_FAILED = (
+    "the target failed"  # the error of every request when a target's loop ends: others could go on with them
+)
 _RENEW_EVERY_S = 5.0
 
 
@@ -184,7 +187,7 @@ class TargetReplica:
             if failure is None:
                 self._end(submitted, "cancelled")
             else:  # what failed stands in the log: it is nothing for clients
-                self._end(submitted, "error", "the target failed")
+                self._end(submitted, "error", TARGET_FAILED)
         for link in self._links.values():
             link.close()
 
