@@ -131,7 +131,12 @@ class Reporter:
     """Reports from a thread of its own until it is stopped: nothing waits for a registry that is away."""
 
     def __init__(
-        self, registry: Any, model: str, replica: str, samples: Callable[[], list[Sample]], every_s: float = REPORT_EVERY_S
+        self,
+        registry: Any,
+        model: str,
+        replica: str,
+        samples: Callable[[], list[Sample]],
+        every_s: float = REPORT_EVERY_S,
     ) -> None:
         """registry: the Registry actor. replica: unique for each start."""
         self._registry, self._replica, self._samples, self._every_s = registry, replica, samples, every_s

@@ -27,23 +27,27 @@ class Client:
         given = {"application": application, "authorization": f"Bearer {api_key}" if api_key is not None else None}
         self._metadata = tuple((name, value) for name, value in given.items() if value is not None)
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
-        self._generate: grpc.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateChunk] = self._channel.unary_stream(
-            f"/{_SERVICE}/Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateChunk.FromString,
+        self._generate: grpc.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateChunk] = (
+            self._channel.unary_stream(
+                f"/{_SERVICE}/Generate",
+                request_serializer=pb.GenerateRequest.SerializeToString,
+                response_deserializer=pb.GenerateChunk.FromString,
+            )
         )
-        self._list: grpc.UnaryUnaryMultiCallable[pb.ListModelsRequest, pb.ListModelsResponse] = self._channel.unary_unary(
-            f"/{_SERVICE}/ListModels",
-            request_serializer=pb.ListModelsRequest.SerializeToString,
-            response_deserializer=pb.ListModelsResponse.FromString,
+        self._list: grpc.UnaryUnaryMultiCallable[pb.ListModelsRequest, pb.ListModelsResponse] = (
+            self._channel.unary_unary(
+                f"/{_SERVICE}/ListModels",
+                request_serializer=pb.ListModelsRequest.SerializeToString,
+                response_deserializer=pb.ListModelsResponse.FromString,
+            )
         )
 
     def generate(
         self, prompt: str | Sequence[int], timeout_s: float | None = None, **fields: Any
     ) -> Generator[pb.GenerateChunk]:
-        """The chunks of the outputs of a prompt, text or token ids. The call begins with the first chunk that is asked for.
+        """The chunks of the outputs of a prompt, text or token ids. The call begins when the first chunk is asked for.
 
-        timeout_s: deadline of the whole call. fields: those of GenerateRequest, such as model, max_tokens, temperature, seed.
+        timeout_s: deadline of the whole call. fields: those of GenerateRequest, such as model, max_tokens, seed.
         Raises grpc.RpcError, or ValueError or TypeError for a field that doesn't exist or has another type.
         """
         call = self._generate(make_request(prompt, fields), timeout=timeout_s, metadata=self._metadata)

@@ -30,7 +30,9 @@ def add_generation_service(servicer: Any, server: Any) -> None:
             servicer.Generate, request_deserializer=limited, response_serializer=pb.GenerateChunk.SerializeToString
         ),
         "ListModels": grpc.unary_unary_rpc_method_handler(
-            servicer.ListModels, request_deserializer=limited, response_serializer=pb.ListModelsResponse.SerializeToString
+            servicer.ListModels,
+            request_deserializer=limited,
+            response_serializer=pb.ListModelsResponse.SerializeToString,
         ),
     }
     server.add_generic_rpc_handlers((_Methods(handlers),))
