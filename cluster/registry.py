@@ -3,6 +3,9 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import ray
 
 from cluster.measures import Sample
 
@@ -49,3 +52,24 @@ class Registry:
         now = time.monotonic()
         self._entries = {name: held for name, held in self._entries.items() if now - held[1] <= LEASE_S}
         return sorted((entry for entry, _ in self._entries.values()), key=lambda entry: entry.sessions)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryName:
+    """Where a cluster's Registry actor is. By name: an actor that got a handle could not be restarted once that is gone."""
+
+    name: str
+    namespace: str | None = None  # Ray's; None: the caller's own
+    detached: bool = False  # it outlives who starts it
+
+    def open(self) -> Any:
+        """The actor, started if there is none."""
+        lifetime = {"lifetime": "detached"} if self.detached else {}
+        options = {
+            "name": self.name,
+            "namespace": self.namespace,
+            "get_if_exists": True,
+            "max_restarts": -1,
+            **lifetime,
+        }
+        return ray.remote(Registry).options(num_cpus=0, **options).remote()

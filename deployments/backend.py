@@ -1,0 +1,58 @@
+"""A Backend over a Serve handle: what can happen to a replica becomes one of the few errors that a Backend raises."""
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from cluster.intake import Closed, Overloaded
+from deployments.service import ReplicaLost
+from engine.types import GenerationRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+_LOST = (RayActorError, ObjectLostError, WorkerCrashedError, ReplicaUnavailableError, TaskCancelledError)
+
+
+class ServeBackend:
+    """Runs requests on the target replicas of a deployment; implements deployments.service.Backend."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        """handle: of a TargetDeployment."""
+        self._generate = handle.options(stream=True).generate
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
+        """See Backend."""
+        response = cast(DeploymentResponseGenerator[TokenChunk], self._generate.remote(request))
+        finished = False
+        try:
+            while not finished:
+                chunk = await _next(response)
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if not finished:
+                response.cancel()  # type: ignore[no-untyped-call]
+
+
+async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk:
+    """The next chunk; raises as Backend does."""
+    try:
+        chunk: TokenChunk = await anext(response)
+    except StopAsyncIteration:
+        raise ReplicaLost("the stream ended before its last chunk") from None
+    except BackPressureError as error:
+        raise Overloaded(f"{error.args[1]} requests are waiting already") from None
+    except DeploymentUnavailableError:
+        raise Closed("the model could not be started") from None
+    except _LOST as error:
+        logger.info("a replica was lost: %s", type(error).__name__)
+        raise ReplicaLost("the replica of this request is gone") from None
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Closed):  # it is going away
+            raise ReplicaLost(str(cause)) from None
+        raise cause from None
+    return chunk
