@@ -13,6 +13,7 @@ from cluster.target import TargetReplica, TargetStats
 
 logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 1.0
+_STOP_TIMEOUT_S = 2.0
 _LABELS = ("model_name", "replica")
 
 
@@ -148,7 +149,7 @@ class Reporter:
     def stop(self) -> None:
         """Ends it; its last report stays for its lease."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(_STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):

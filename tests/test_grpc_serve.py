@@ -1,5 +1,7 @@
 """The gRPC API through Ray Serve's own proxy: codes, reflection, and calls that end under its hands."""
 
+import asyncio
+import logging
 import os
 import socket
 import time
@@ -17,7 +19,7 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 
 from cluster.pb import generation_pb2 as pb
 from cluster.target import TargetReplica
-from deployments.client import Client
+from deployments.client import Client, make_request
 from deployments.grpc_methods import MAX_REQUEST_BYTES, SERVICE
 from deployments.grpc_service import GrpcMethods
 from deployments.keys import ApiKeys
@@ -41,8 +43,6 @@ class Wide:
         self.open = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
-        import asyncio
-
         self.open += 1
         try:
             while True:
@@ -52,7 +52,6 @@ class Wide:
             self.open -= 1
 
 
-@serve.deployment(max_ongoing_requests=64, ray_actor_options={"num_cpus": 0})
 @serve.ingress(FastAPI())
 class Small(GrpcMethods):
     """An ingress with a target replica in its own process."""
@@ -62,7 +61,7 @@ class Small(GrpcMethods):
         runner = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=2048)
         self.replica = TargetReplica(runner, exact.goodput(), tokenizer, flush_s=0.01)
         self.wide = Wide()
-        text = {"tokenizer": tokenizer, "vocab_size": 4096, "fingerprint": "fp_test", "created": 0}
+        text: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": 4096, "fingerprint": "fp_test", "created": 0}
         code = ServedModel(name="code", context=1024, backend=LocalBackend(self.replica), **text)
         wide = ServedModel(name="wide", context=10**6, backend=self.wide, **text)
         super().__init__({"code": code, "wide": wide}, Service(), ApiKeys(()))
@@ -89,7 +88,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Any]]:
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
     )
     port = free_port()
@@ -99,9 +98,10 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Any]]:
         grpc_options=gRPCOptions(port=port, grpc_servicer_functions=methods),
     )
     try:
-        yield port, serve.run(Small.bind(), name="paceline", route_prefix="/")
+        deployment = serve.deployment(max_ongoing_requests=64, ray_actor_options={"num_cpus": 0})(Small)
+        yield port, serve.run(deployment.bind(), name="paceline", route_prefix="/")
     finally:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 
@@ -136,7 +136,7 @@ def test_codes_and_details_pass_the_proxy(app: tuple[int, Any], client: Client) 
         "NOT_FOUND",
         "no model of this name is served",
     )
-    method = client._channel.unary_stream(f"/{SERVICE}/Generate")
+    method: Any = client._channel.unary_stream(f"/{SERVICE}/Generate")
     assert refusal(lambda: list(method(b"\xff\xff")))[0] == "INVALID_ARGUMENT"
     assert refusal(lambda: list(method(b"x" * (MAX_REQUEST_BYTES + 1))))[0] == "RESOURCE_EXHAUSTED"
     assert refusal(lambda: list(client.generate("x", model="code" * 8192)))[0] == "NOT_FOUND"
@@ -149,7 +149,7 @@ def test_a_call_that_is_cancelled_or_too_late_leaves_no_work(app: tuple[int, Any
     def idle() -> bool:
         return bool(handle.open.remote().result() == 0)
 
-    endless = {"model": "code", "max_tokens": 900, "ignore_eos": True, "n": 2}
+    endless: dict[str, Any] = {"model": "code", "max_tokens": 900, "ignore_eos": True, "n": 2}
     chunks = client.generate("x", **endless)
     next(chunks)
     assert not idle()
@@ -160,18 +160,19 @@ def test_a_call_that_is_cancelled_or_too_late_leaves_no_work(app: tuple[int, Any
 
 
 @pytest.mark.parametrize("timeout_s", [None, 1.0])
-def test_so_does_one_whose_client_had_stopped_reading(
-    app: tuple[int, Any], client: Client, timeout_s: float | None
-) -> None:
-    _, handle = app
-    chunks = client.generate("x", model="wide", max_tokens=900_000, logprobs=20, timeout_s=timeout_s)
-    next(chunks)
-    time.sleep(1.5)  # the proxy can send no more by now
-    if timeout_s is None:
-        assert handle.open.remote().result() == 1
-        chunks.close()
-    until(lambda: bool(handle.open.remote().result() == 0), "the work of an unread call ends")
-    chunks.close()
+def test_so_does_one_whose_client_had_stopped_reading(app: tuple[int, Any], timeout_s: float | None) -> None:
+    port, handle = app
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]  # so that sending soon blocks
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=narrow) as channel:
+        method: Any = channel.unary_stream(f"/{SERVICE}/Generate")
+        request = make_request("x", {"model": "wide", "max_tokens": 900_000, "logprobs": 20})
+        call = method(request.SerializeToString(), timeout=timeout_s)
+        next(call)
+        time.sleep(1.5)
+        if timeout_s is None:
+            assert handle.open.remote().result() == 1
+            call.cancel()
+        until(lambda: bool(handle.open.remote().result() == 0), "the work of an unread call ends")
 
 
 def test_the_service_can_be_discovered(client: Client) -> None:

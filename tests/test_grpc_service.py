@@ -64,8 +64,9 @@ class Refusing:
         self._error = error
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
-        raise self._error
-        yield
+        if request.prompt:
+            raise self._error
+        yield TokenChunk(request.request_id, (), ())
 
 
 @pytest.fixture
@@ -180,7 +181,7 @@ def test_bad_input_is_refused_by_name(serve: Serve, fields: dict[str, Any], code
 
 
 def test_bytes_that_are_no_request_are_refused(serve: Serve) -> None:
-    method = serve()._channel.unary_stream(f"/{SERVICE}/Generate")
+    method: Any = serve()._channel.unary_stream(f"/{SERVICE}/Generate")
     assert refusal(lambda: list(method(b"\xff\xff\xff")))[0] == "INVALID_ARGUMENT"
     assert refusal(lambda: list(method(b"x" * (MAX_REQUEST_BYTES + 1))))[0] == "RESOURCE_EXHAUSTED"
 
