@@ -33,7 +33,8 @@ def build(args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(Resources()),
     )(Ingress)
-    return ingress.bind(args, targets, drafts)
+    registries = {model.name: registry_name(model) for model in args.models}
+    return ingress.bind(args, targets, drafts, registries)
 
 
 def _target(model: ModelOptions, args: ServeConfig) -> Application:

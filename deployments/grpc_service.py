@@ -18,7 +18,15 @@ from cluster.pb import generation_pb2 as pb
 from deployments.fields import GenerationFields, UnknownModel, find_model, make_requests, validated
 from deployments.grpc_methods import MAX_REQUEST_BYTES
 from deployments.keys import ApiKeys, Unauthorized, bearer
-from deployments.service import DeadlineExceeded, GenerationFailed, Piece, ServedModel, Service, Unavailable
+from deployments.service import (
+    DeadlineExceeded,
+    GenerationFailed,
+    Piece,
+    ReplicaLost,
+    ServedModel,
+    Service,
+    Unavailable,
+)
 from engine.types import GenerationRequest, Grammar, GrammarKind, InvalidRequest, TokenLogprobs, require
 
 logger = logging.getLogger(__name__)
@@ -36,6 +44,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (ReplicaLost, grpc.StatusCode.UNAVAILABLE),
     (Closed, grpc.StatusCode.UNAVAILABLE),
     (GenerationFailed, grpc.StatusCode.INTERNAL),
 )
@@ -71,8 +80,9 @@ class GrpcMethods:
     def __init__(
         self, models: Mapping[str, ServedModel], service: Service, keys: ApiKeys, max_bytes: int = MAX_REQUEST_BYTES
     ) -> None:
-        """max_bytes: of a request; at most deployments.grpc_methods.MAX_REQUEST_BYTES."""
-        self._models, self._service, self._keys, self._max_bytes = models, service, keys, max_bytes
+        """max_bytes: of a request; never more than MAX_REQUEST_BYTES."""
+        self._models, self._service, self._keys = models, service, keys
+        self._max_bytes = min(max_bytes, MAX_REQUEST_BYTES)
 
     async def Generate(self, request: bytes, grpc_context: Context) -> AsyncGenerator[pb.GenerateChunk]:
         """The chunks of all samples. Raises CallFailed."""
