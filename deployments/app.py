@@ -1,7 +1,6 @@
 """The Serve application: validated arguments in, deployments out. For `serve run`, `serve deploy`, KubeRay and the CLI."""
 
 import hashlib
-import warnings
 from typing import Any
 
 from ray import serve
@@ -146,13 +145,11 @@ def _policy(name: str, arguments: dict[str, Any] | None = None) -> AutoscalingPo
 
 
 def _autoscaling(delays: Delays, **options: Any) -> AutoscalingConfig:
-    with warnings.catch_warnings():  # metrics_interval_s is deprecated for environment variables
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return AutoscalingConfig(
-            upscale_delay_s=delays.up_s,
-            downscale_delay_s=delays.down_s,
-            downscale_to_zero_delay_s=delays.to_zero_s,
-            metrics_interval_s=delays.interval_s,
-            look_back_period_s=delays.look_back_s,
-            **options,
-        )
+    return AutoscalingConfig(
+        upscale_delay_s=delays.up_s,
+        downscale_delay_s=delays.down_s,
+        downscale_to_zero_delay_s=delays.to_zero_s,
+        metrics_interval_s=delays.interval_s,
+        look_back_period_s=delays.look_back_s,
+        **options,
+    )

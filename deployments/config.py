@@ -152,6 +152,13 @@ class ModelOptions(_Settings):
         """How many drafts so many targets have; none without a draft."""
         return math.ceil(self.draft.scaling.ratio * targets) if self.draft is not None else 0
 
+    @model_validator(mode="after")
+    def _room_for_drafts(self) -> Self:
+        fewest = self.draft_replicas(self.target.scaling.min_replicas)
+        if self.draft is not None and self.most_drafts < fewest:
+            raise ValueError(f"draft.scaling: {self.most_drafts} drafts at most, {fewest} for the fewest targets")
+        return self
+
     @property
     def most_drafts(self) -> int:
         """The most draft replicas there may be."""
@@ -194,6 +201,7 @@ class Limits(_Settings):
     """What is refused, and what is given up."""
 
     body_bytes: PositiveInt = Field(4 * 1024 * 1024, description="largest HTTP body and gRPC message")
+    # Serve counts those that are being sent to a replica too: far below this, a burst would be refused that has room.
     queue: PositiveInt = Field(256, description="requests that may wait, per model and ingress replica; more: 429")
     request_timeout_s: PositiveFloat = Field(600.0, description="for a whole request, its stream included")
     drain_s: PositiveFloat = Field(
