@@ -75,6 +75,7 @@ MEASURES: dict[str, Measure] = {
     # of an ingress replica
     "paceline_streams": Measure("gauge", "samples that clients are waiting for"),
     "paceline_finished": Measure("counter", "samples that ended, by reason"),
+    "paceline_resumed": Measure("counter", "times a sample went on at another target replica, by those that finished"),
     "paceline_output_tokens": Measure("counter", "tokens handed to clients"),
     "paceline_time_to_first_token_seconds": Measure("histogram", "from a sample's arrival to its first token"),
     "paceline_inter_token_latency_seconds": Measure("histogram", "between tokens: a piece's time over its tokens"),

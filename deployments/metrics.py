@@ -62,6 +62,7 @@ class Latencies:
         self.first_token, self.between_tokens = Histogram(FIRST_TOKEN), Histogram(BETWEEN_TOKENS)
         self.open = 0
         self.tokens = 0
+        self.resumed = 0
         self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0}
         self._tags = {"model_name": model, "replica": replica}
         self._exported: dict[str, Any] = {}
@@ -80,8 +81,9 @@ class Latencies:
     def samples(self) -> list[Sample]:
         """For the ingress replica's report."""
         finished = [Sample("paceline_finished", count, (("reason", name),)) for name, count in self.finished.items()]
-        counts = [Sample("paceline_streams", self.open), Sample("paceline_output_tokens", self.tokens)]
-        return [*counts, *finished, self.first_token.sample(), self.between_tokens.sample()]
+        counts = {"streams": self.open, "output_tokens": self.tokens, "resumed": self.resumed}
+        counted = [Sample(f"paceline_{name}", count) for name, count in counts.items()]
+        return [*counted, *finished, self.first_token.sample(), self.between_tokens.sample()]
 
 
 class MeasuredService(Service):
@@ -103,6 +105,7 @@ class MeasuredService(Service):
             async with aclosing(_timed(super().run(model, request, timeout_s), latencies)) as pieces:
                 async for piece in pieces:
                     reason = piece.finish_reason or reason
+                    latencies.resumed += piece.speculation.resumed if piece.speculation is not None else 0
                     yield piece
         except Exception:
             reason = "error"
