@@ -86,14 +86,10 @@ class NullsAreAbsent(BaseModel):
         )
 
 
-class GenerationFields(NullsAreAbsent):
-    """Every field of a request to generate, with its default. Ranges are checked in `make_requests`, with the model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+class Sampling(NullsAreAbsent):
+    """How tokens are chosen, as every protocol names it. Ranges are checked in `make_requests`, with the model."""
 
     model: Text | None = None  # None: the only one
-    prompt: Annotated[Text | tuple[Int, ...], BeforeValidator(_known_prompt)]
-    max_tokens: Int | None = None  # None: as many as the context has room for
     min_tokens: Int = 0
     temperature: Number = 1.0
     top_p: Number = 1.0
@@ -101,14 +97,23 @@ class GenerationFields(NullsAreAbsent):
     min_p: Number = 0.0
     seed: Int | None = None  # None: drawn at random
     n: Annotated[Int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed, Text | list[Text])] = ()
     stop_token_ids: tuple[Int, ...] = ()
     ignore_eos: Flag = False
     repetition_penalty: Number = 1.0
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
-    logit_bias: Annotated[dict[Int, Number], BeforeValidator(_biases)] = Field(default_factory=dict)
-    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
+    logit_bias: Annotated[dict[Int, Number], BeforeValidator(_biases, dict[Text, Number])] = Field(default_factory=dict)
+    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_listed, Text | list[Text])] = ()
+
+
+class GenerationFields(Sampling):
+    """Every field of a request to generate, with its default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    prompt: Annotated[Text | tuple[Int, ...], BeforeValidator(_known_prompt)]
+    max_tokens: Int | None = None  # None: as many as the context has room for
     logprobs: Int | None = None  # report each token's log probability, and of so many likeliest ones
     grammar: Grammar | None = None
 
@@ -152,6 +157,11 @@ def prompt_tokens(prompt: str | tuple[int, ...], model: TextModel) -> tuple[int,
     return tokens
 
 
+def draw_seed() -> int:
+    """A seed at random."""
+    return secrets.randbelow(_DRAWN_SEEDS)
+
+
 def make_requests(
     fields: GenerationFields, model: TextModel, request_id: str, salt: bytes = b"", trusted: bool = False
 ) -> list[GenerationRequest]:
@@ -165,7 +175,7 @@ def make_requests(
     if len(prompt) + limit > model.context:
         total = f"{len(prompt)} prompt tokens and {limit} new ones make {len(prompt) + limit}"
         raise ContextExceeded("max_tokens", f"{total}; the model's context is {model.context}")
-    seed = secrets.randbelow(_DRAWN_SEEDS) if fields.seed is None else fields.seed
+    seed = draw_seed() if fields.seed is None else fields.seed
     params = _params(fields, model.tokenizer, limit, seed)
     require(all(token >= 0 for token in params.stop_token_ids), "stop_token_ids", "token ids must not be negative")
     check_known(params, model.vocab_size)

@@ -181,9 +181,12 @@ def test_replicas_that_bring_nothing_are_tried_a_few_times(served: Make, replica
 class Full:
     """Refuses; implements Backend."""
 
+    room = False
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
-        raise Overloaded("full")
-        yield
+        if not self.room:
+            raise Overloaded("full")
+        yield TokenChunk(request.request_id, (), (), "stop")
 
 
 class Broken:
