@@ -2,10 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -14,6 +12,7 @@ from cluster.reports import Reporter
 from deployments.backend import ServeBackend
 from deployments.config import ModelOptions, ServeConfig
 from deployments.grpc_service import GrpcMethods
+from deployments.http import HttpSettings, make_app
 from deployments.keys import ApiKeys
 from deployments.metrics import Latencies, MeasuredService, gather_reports, make_metrics_router
 from deployments.service import ServedModel
@@ -49,20 +48,11 @@ class Ingress(GrpcMethods):
 
     def __serve_build_asgi_app__(self) -> Any:
         """For Serve: the HTTP application, once the constructor has run."""
-        app = make_app(self._models)
+        http = self._config.http
+        settings = HttpSettings(http.keys(), http.cors_origins, self._config.limits.body_bytes)
+        app = make_app(self._models, settings, self._service)
         app.include_router(make_metrics_router(lambda: gather_reports(self._registries)))
         return app
-
-
-def make_app(models: Mapping[str, ServedModel]) -> FastAPI:
-    """The HTTP application."""
-    app = FastAPI()
-
-    @app.get("/health")
-    async def health() -> dict[str, list[str]]:
-        return {"models": list(models)}
-
-    return app
 
 
 def served_model(options: ModelOptions, backend: ServeBackend) -> ServedModel:
