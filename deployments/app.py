@@ -33,7 +33,8 @@ def build(args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(Resources()),
     )(Ingress)
-    return ingress.bind(args, targets, drafts)
+    registries = {model.name: registry_name(model) for model in args.models}
+    return ingress.bind(args, targets, drafts, registries)
 
 
 def _target(model: ModelOptions, args: ServeConfig) -> Application:
@@ -57,7 +58,7 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(options.replicas),
     )(TargetDeployment)
-    return deployment.bind(target_config(options), _placement(options.replicas), registry_name(model))
+    return deployment.bind(target_config(model.name, options), _placement(options.replicas), registry_name(model))
 
 
 def _draft(model: ModelOptions, options: DraftOptions) -> Application:
@@ -80,10 +81,10 @@ def _draft(model: ModelOptions, options: DraftOptions) -> Application:
         **_lifecycle(10.0),
         ray_actor_options=_actor(options.replicas),
     )(DraftDeployment)
-    return deployment.bind(draft_config(options), _placement(options.replicas), registry_name(model))
+    return deployment.bind(draft_config(model.name, options), _placement(options.replicas), registry_name(model))
 
 
-def target_config(options: TargetOptions) -> TargetConfig:
+def target_config(name: str, options: TargetOptions) -> TargetConfig:
     """The options that a target replica itself has."""
     return TargetConfig(
         options.checkpoint,
@@ -96,10 +97,11 @@ def target_config(options: TargetOptions) -> TargetConfig:
         options.lookup,
         options.flush_s,
         options.compile,
+        name,
     )
 
 
-def draft_config(options: DraftOptions) -> DraftConfig:
+def draft_config(name: str, options: DraftOptions) -> DraftConfig:
     """The options that a draft replica itself has."""
     return DraftConfig(
         options.checkpoint,
@@ -108,6 +110,7 @@ def draft_config(options: DraftOptions) -> DraftConfig:
         options.host,
         options.ports,
         compile=options.compile,
+        served_as=name,
     )
 
 
