@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from engine.checkpoint import ModelError, check_checkpoint, context_length
-from engine.types import Grammar, InvalidRequest, SamplingParams, require
+from engine.types import Grammar, InvalidRequest, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BAD_INPUT, FAILED = 2, 1  # exit codes
@@ -168,33 +167,34 @@ def generate(
     with one_line_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
         require(bool(text), "prompt", "must not be empty")
-        params = SamplingParams(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            max_tokens,
-            tuple(stop or ()),
-            min_tokens=min_tokens,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            grammar=chosen_grammar(json_object, json_schema, regex),
-        )
-        context = check_models(target, draft if mode != "plain" else None)
-        from deployments.generate import Pair, make_request, print_text
-        from engine.grammar import Vocabulary
-        from engine.text import load_tokenizer, word_tokens
+        grammar = chosen_grammar(json_object, json_schema, regex)
+        pair_draft = draft if mode != "plain" else None
+        context = check_models(target, pair_draft)
+        from deployments.fields import GenerationFields, TextModel, make_requests, validated
+        from deployments.generate import Pair, print_text
+        from engine.text import load_tokenizer
 
-        pair = Pair(target, draft if mode != "plain" else None, dtype, invariant)
+        fields = {
+            "prompt": text,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "stop": stop,
+            "min_tokens": min_tokens,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "bad_words": bad_word,
+            "grammar": grammar,
+        }
         tokenizer = load_tokenizer(target)
-        params = replace(params, bad_words=word_tokens(tokenizer, bad_word or ()))
-        if params.grammar is not None:
-            Vocabulary(tokenizer, len(tokenizer)).compile(params.grammar)
-        request = make_request(text, params, tokenizer, context)
+        model = TextModel(tokenizer=tokenizer, context=context, vocab_size=check_checkpoint(target)["vocab_size"])
+        (request,) = make_requests(validated(GenerationFields, fields), model, "paceline-generate", trusted=True)
     with runtime_errors():
-        print_text(request, pair, mode, tokenizer, stats)
+        print_text(request, Pair(target, pair_draft, dtype, invariant), mode, tokenizer, stats)
 
 
 @app.command()
@@ -473,7 +473,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        named = {"prompt": "PROMPT", "grammar": "grammar"}
+        named = {"prompt": "PROMPT", "grammar": "grammar", "bad_words": "--bad-word"}
         name = named.get(error.param, "--" + error.param.replace("_", "-"))
         fail(f"{name}: {error.message}", BAD_INPUT)
     except (OSError, ValueError) as error:

@@ -93,7 +93,7 @@ class Sampling(NullsAreAbsent):
     min_tokens: Int = 0
     temperature: Number = 1.0
     top_p: Number = 1.0
-    top_k: Int = 0  # 0 or -1: no limit
+    top_k: Int = 0  # 0: no limit
     min_p: Number = 0.0
     seed: Int | None = None  # None: drawn at random
     n: Annotated[Int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -195,7 +195,7 @@ def _params(fields: GenerationFields, tokenizer: PreTrainedTokenizerFast, max_to
     require(all(fields.bad_words), "bad_words", "words must not be empty")
     return SamplingParams(
         fields.temperature,
-        0 if fields.top_k == -1 else fields.top_k,
+        fields.top_k,
         fields.top_p,
         fields.min_p,
         seed,

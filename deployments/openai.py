@@ -52,7 +52,12 @@ class ResponseFormat(NullsAreAbsent):
         return Grammar("json_schema", json.dumps(self.json_schema.schema_)) if self.json_schema else None
 
 
+def _top_k(value: Any) -> Any:
+    return 0 if value == -1 else value  # as vLLM's clients write "no limit"
+
+
 class _Request(Sampling):
+    top_k: Annotated[Int, BeforeValidator(_top_k, Int)] = 0
     stream: Flag = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None

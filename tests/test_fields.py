@@ -37,33 +37,31 @@ def schema(value: Any) -> Grammar:
     return Grammar("json_schema", json.dumps(value))
 
 
-BAD: list[tuple[str, Any]] = [
-    *(("temperature", value) for value in (NAN, INF, -INF, -1, 1e9, "1", True, [], {})),
-    *(("top_p", value) for value in (0, 2, -1, NAN, "x")),
-    *(("min_p", value) for value in (NAN, -0.1, 1.5)),
-    *(("top_k", value) for value in (-5, 1.5, "3")),
-    *(("max_tokens", value) for value in (0, -1, 1e30, 10**30, 2**31, "16", 1.5, True)),
-    *(("min_tokens", value) for value in (-1, 127, 10**30)),
-    *(("n", value) for value in (0, 9, -1, 10**9, 1.5)),
-    *(("prompt", value) for value in ("", [], [-1], [4096], [2**70], [1.5], ["x"], 7, {}, [True])),
-    *(("stop", value) for value in (["a"] * 5, "", [""], [1], 7, "x" * 1001, {})),
-    *(("stop_token_ids", value) for value in ([-1], ["1"], 3)),
-    *(
-        ("logit_bias", value)
-        for value in ({"x": 1}, {"-1": 1}, {"1.5": 1}, {"": 1}, {"²": 1}, {"4096": 1}, {"9" * 30: 1})
-    ),
-    *(("logit_bias", value) for value in ({"1": 101}, {"1": NAN}, {"1": "x"}, {"1": 1, "01": 2}, [1], "x")),
-    ("logit_bias", {str(token): 1 for token in range(1025)}),
-    *(("seed", value) for value in (2**63, -1, 1.5, "1", 10**40)),
-    *(("logprobs", value) for value in (1000, -1, 21, "1", True)),
-    *(("repetition_penalty", value) for value in (0, NAN, INF, -1, 11)),
-    *(("presence_penalty", value) for value in (NAN, 2.1, INF, -3)),
-    *(("frequency_penalty", value) for value in (NAN, 2.1, "x")),
-    *(("bad_words", value) for value in ([""], ["x"] * 2000, ["x" * 1001], [1])),
-    *(("ignore_eos", value) for value in ("yes", 1)),
-    ("model", 7),
-    ("colour", "red"),
+BAD_VALUES: list[tuple[str, list[Any]]] = [
+    ("temperature", [NAN, INF, -INF, -1, 1e9, "1", True, [], {}]),
+    ("top_p", [0, 2, -1, NAN, "x"]),
+    ("min_p", [NAN, -0.1, 1.5]),
+    ("top_k", [-5, -1, 1.5, "3"]),
+    ("max_tokens", [0, -1, 1e30, 10**30, 2**31, "16", 1.5, True]),
+    ("min_tokens", [-1, 127, 10**30]),
+    ("n", [0, 9, -1, 10**9, 1.5]),
+    ("prompt", ["", [], [-1], [4096], [2**70], [1.5], ["x"], 7, {}, [True]]),
+    ("stop", [["a"] * 5, "", [""], [1], 7, "x" * 1001, {}]),
+    ("stop_token_ids", [[-1], ["1"], 3]),
+    ("logit_bias", [{"x": 1}, {"-1": 1}, {"1.5": 1}, {"": 1}, {"²": 1}, {"4096": 1}, {"9" * 30: 1}]),
+    ("logit_bias", [{"1": 101}, {"1": NAN}, {"1": "x"}, {"1": 1, "01": 2}, [1], "x"]),
+    ("logit_bias", [{str(token): 1 for token in range(1025)}]),
+    ("seed", [2**63, -1, 1.5, "1", 10**40]),
+    ("logprobs", [1000, -1, 21, "1", True]),
+    ("repetition_penalty", [0, NAN, INF, -1, 11]),
+    ("presence_penalty", [NAN, 2.1, INF, -3]),
+    ("frequency_penalty", [NAN, 2.1, "x"]),
+    ("bad_words", [[""], ["x"] * 2000, ["x" * 1001], [1]]),
+    ("ignore_eos", ["yes", 1]),
+    ("model", [7]),
+    ("colour", ["red"]),
 ]
+BAD = [(field, value) for field, values in BAD_VALUES for value in values]
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)
@@ -182,7 +180,7 @@ def test_every_field_arrives(model: TextModel, tokenizer: PreTrainedTokenizerFas
         min_tokens=2,
         temperature=0.5,
         top_p=0.9,
-        top_k=-1,
+        top_k=40,
         min_p=0.1,
         seed=2**63 - 1,
         stop="x",
@@ -197,7 +195,7 @@ def test_every_field_arrives(model: TextModel, tokenizer: PreTrainedTokenizerFas
     )
     params = request.params
     assert (params.max_tokens, params.min_tokens, params.temperature, params.top_p) == (20, 2, 0.5, 0.9)
-    assert (params.top_k, params.min_p, params.seed, params.stop) == (0, 0.1, 2**63 - 1, ("x",))
+    assert (params.top_k, params.min_p, params.seed, params.stop) == (40, 0.1, 2**63 - 1, ("x",))
     assert (params.stop_token_ids, params.ignore_eos, params.repetition_penalty) == ((7,), True, 1.1)
     assert (params.presence_penalty, params.frequency_penalty, params.logprobs) == (0.2, -0.3, 3)
     assert params.logit_bias == ((5, -1.0), (6, 2.5))

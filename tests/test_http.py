@@ -12,7 +12,10 @@ from typing import Any
 
 import openai
 import pytest
+import schemathesis
 import uvicorn
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.core.result import Ok
 from transformers import PreTrainedTokenizerFast
 
 from cluster.intake import Overloaded
@@ -594,7 +597,16 @@ def test_what_is_too_long_for_the_context_has_a_code(server: Server) -> None:
 
 
 def test_null_fields_are_absent_ones_and_unknown_ones_are_ignored(server: Server) -> None:
-    body = {"model": "code", "prompt": "x", "stop": None, "seed": None, "user": "me", "extra": 1, "suffix": None}
+    body = {
+        "model": "code",
+        "prompt": "x",
+        "stop": None,
+        "seed": None,
+        "user": "me",
+        "extra": 1,
+        "suffix": None,
+        "top_k": -1,
+    }
     assert server.ask("POST", "/v1/completions", body)[0] == 200
 
 
@@ -676,3 +688,44 @@ def test_ready_asks(server: Server) -> None:
             status, body, _ = replace(server, port=port).ask("GET", "/ready")
         assert status == 503
         assert_shape(body)
+
+
+class AnyName(dict[str, ServedModel]):
+    """Every name is this model's: what a generator of requests thinks up would hardly ever be one."""
+
+    def __init__(self, model: ServedModel) -> None:
+        super().__init__({model.name: model})
+        self._model = model
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> ServedModel:
+        return self._model
+
+
+def test_no_request_that_follows_the_document_or_just_misses_it_breaks_the_server(server: Server) -> None:
+    short = replace(server.models["code"], context=24)
+    with serving(make_app(AnyName(short))) as port:
+        document = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
+        operations: list[Any] = [result.ok() for result in document.get_all_operations() if isinstance(result, Ok)]
+        assert len(operations) == 9
+        for operation in operations:
+            try_many(operation.as_strategy(), 12)
+            if operation.method == "post":
+                try_many(operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE), 12)
+
+
+def try_many(cases: Any, count: int) -> None:
+    """Sends so many requests of a kind; every answer must be one that is meant."""
+
+    @given(case=cases)
+    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck), derandomize=True)
+    def send(case: Any) -> None:
+        answer = case.call(timeout=PATIENCE_S)
+        assert answer.status_code < 500, answer.text
+        assert answer.status_code != 422
+        if answer.status_code >= 400:
+            assert_shape(answer.json())
+
+    send()
