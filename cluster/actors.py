@@ -15,10 +15,12 @@ from typing import Literal, NoReturn
 import ray
 
 from cluster.draft import DraftReplica, DraftStats
-from cluster.grpc_link import DraftServer, connect
-from cluster.link import Link, LinkError
+from cluster.grpc_link import ClientLink, DraftServer, connect
+from cluster.link import LinkError
+from cluster.measures import Sample
 from cluster.placement import Placement
 from cluster.registry import DraftEntry, RegistryName
+from cluster.reports import DraftReport, Reporter, TargetReport
 from cluster.target import TargetReplica, TargetStats
 from cluster.trace import Span
 from engine.attention import chain_rows
@@ -28,7 +30,7 @@ from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer, load_tokenizer
-from engine.types import Down, GenerationRequest, TokenChunk, Up
+from engine.types import GenerationRequest, TokenChunk
 from engine.windows import FixedChain, FixedTree
 
 WindowName = Literal["goodput", "chain", "tree"]
@@ -36,6 +38,7 @@ MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is 
 _ANNOUNCE_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
 _WITHDRAW_TIMEOUT_S = 2.0
+_ROUND_TRIP_TIMEOUT_S = 1.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
 _LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
 _WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
@@ -55,6 +58,7 @@ class TargetConfig:
     lookup: int = 8  # tokens looked up after each step, which drafts can't be faster with; 0: none
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile
+    served_as: str = ""  # its model's name in metrics; none: the checkpoint's
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class DraftConfig:
     ports: tuple[int, int] = (0, 0)  # first and last, of which it takes a free one; 0: any
     growing: Growing = field(default_factory=Growing)
     compile: bool = False  # the model, by torch.compile
+    served_as: str = ""  # its model's name in metrics; none: the checkpoint's, or "ngram"
 
 
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
@@ -128,10 +133,13 @@ class TargetActor:
             lookup=config.lookup,
             on_step=cost.observe,
         )
-        self._linked: dict[str, Link[Down, Up]] = {}  # by draft name
+        self._linked: dict[str, ClientLink] = {}  # by draft name
         self._speculate = True
         self._closing = threading.Event()
         threading.Thread(target=self._keep_linked, name="paceline-links", daemon=True).start()
+        self._report = TargetReport(self._replica)
+        name = config.served_as or config.model.name
+        self._reporter = Reporter(self._registry, name, f"target-{uuid.uuid4().hex[:12]}", self._measure)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Streams a request's chunks. When the reader goes away, the work stops within a step.
@@ -205,9 +213,16 @@ class TargetActor:
         """Of this actor's process."""
         return os.getpid()
 
+    def _measure(self) -> list[Sample]:
+        """For the reporter: what it counted, and how long the links take."""
+        links = [link for link in list(self._linked.values()) if link.alive]
+        trips = [link.round_trip_s(_ROUND_TRIP_TIMEOUT_S) for link in links]
+        return self._report([trip for trip in trips if trip is not None])
+
     def close(self) -> None:
         """Ends all requests and links, and the loop."""
         self._closing.set()
+        self._reporter.stop()
         self._replica.close()
 
     def _keep_linked(self) -> None:
@@ -255,6 +270,10 @@ class DraftActor:
         self._closing = threading.Event()
         self._announcing = threading.Thread(target=self._keep_announced, name="paceline-announce", daemon=True)
         self._announcing.start()
+        served_as = config.served_as or (config.model.name if config.model is not None else "ngram")
+        self._reporter = Reporter(
+            self._registry, served_as, f"draft-{self._name[:12]}", DraftReport(self._replica.stats)
+        )
 
     async def stats(self) -> DraftStats:
         """What the replica did so far."""
@@ -281,6 +300,7 @@ class DraftActor:
     def close(self) -> None:
         """Hands its sessions back: no target finds it any more, those that are linked turn to other drafts."""
         self._closing.set()
+        self._reporter.stop()
         self._announcing.join()  # or it would announce itself behind its withdrawal
         with suppress(ray.exceptions.RayError):  # without a registry, its lease runs out
             ray.get(self._registry.withdraw.remote(self._name), timeout=_WITHDRAW_TIMEOUT_S)

@@ -1,7 +1,6 @@
 """The Serve application: validated arguments in, deployments out. For `serve run`, `serve deploy`, KubeRay and the CLI."""
 
 import hashlib
-import warnings
 from typing import Any
 
 from ray import serve
@@ -17,6 +16,7 @@ from deployments.replicas import DraftDeployment, TargetDeployment
 
 NAMESPACE = "paceline"  # of the registries
 _HEALTH_CHECK_S = 2.0
+_START_ATTEMPTS = 3  # of all replicas of a deployment: what fails so often will not load the next time
 _DRAIN_CHECK_S = 0.5  # how often a replica that goes away looks whether its streams have ended
 _INGRESS_STREAMS = 4096  # more would wait in Serve's proxy; what waits for a model is limited per model
 
@@ -33,7 +33,8 @@ def build(args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(Resources()),
     )(Ingress)
-    return ingress.bind(args, targets, drafts)
+    registries = {model.name: registry_name(model) for model in args.models}
+    return ingress.bind(args, targets, drafts, registries)
 
 
 def _target(model: ModelOptions, args: ServeConfig) -> Application:
@@ -57,7 +58,7 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(options.replicas),
     )(TargetDeployment)
-    return deployment.bind(target_config(options), _placement(options.replicas), registry_name(model))
+    return deployment.bind(target_config(model.name, options), _placement(options.replicas), registry_name(model))
 
 
 def _draft(model: ModelOptions, options: DraftOptions) -> Application:
@@ -80,10 +81,10 @@ def _draft(model: ModelOptions, options: DraftOptions) -> Application:
         **_lifecycle(10.0),
         ray_actor_options=_actor(options.replicas),
     )(DraftDeployment)
-    return deployment.bind(draft_config(options), _placement(options.replicas), registry_name(model))
+    return deployment.bind(draft_config(model.name, options), _placement(options.replicas), registry_name(model))
 
 
-def target_config(options: TargetOptions) -> TargetConfig:
+def target_config(name: str, options: TargetOptions) -> TargetConfig:
     """The options that a target replica itself has."""
     return TargetConfig(
         options.checkpoint,
@@ -96,10 +97,11 @@ def target_config(options: TargetOptions) -> TargetConfig:
         options.lookup,
         options.flush_s,
         options.compile,
+        name,
     )
 
 
-def draft_config(options: DraftOptions) -> DraftConfig:
+def draft_config(name: str, options: DraftOptions) -> DraftConfig:
     """The options that a draft replica itself has."""
     return DraftConfig(
         options.checkpoint,
@@ -108,6 +110,7 @@ def draft_config(options: DraftOptions) -> DraftConfig:
         options.host,
         options.ports,
         compile=options.compile,
+        served_as=name,
     )
 
 
@@ -133,6 +136,7 @@ def _lifecycle(drain_s: float) -> dict[str, Any]:
         "graceful_shutdown_wait_loop_s": _DRAIN_CHECK_S,
         "health_check_period_s": _HEALTH_CHECK_S,
         "health_check_timeout_s": 5 * _HEALTH_CHECK_S,
+        "max_constructor_retry_count": _START_ATTEMPTS,
     }
 
 
@@ -143,13 +147,11 @@ def _policy(name: str, arguments: dict[str, Any] | None = None) -> AutoscalingPo
 
 
 def _autoscaling(delays: Delays, **options: Any) -> AutoscalingConfig:
-    with warnings.catch_warnings():  # metrics_interval_s is deprecated for environment variables
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return AutoscalingConfig(
-            upscale_delay_s=delays.up_s,
-            downscale_delay_s=delays.down_s,
-            downscale_to_zero_delay_s=delays.to_zero_s,
-            metrics_interval_s=delays.interval_s,
-            look_back_period_s=delays.look_back_s,
-            **options,
-        )
+    return AutoscalingConfig(
+        upscale_delay_s=delays.up_s,
+        downscale_delay_s=delays.down_s,
+        downscale_to_zero_delay_s=delays.to_zero_s,
+        metrics_interval_s=delays.interval_s,
+        look_back_period_s=delays.look_back_s,
+        **options,
+    )

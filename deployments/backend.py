@@ -1,5 +1,6 @@
 """A Backend over a Serve handle: what can happen to a replica becomes one of the few errors that a Backend raises."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any, cast
@@ -26,15 +27,15 @@ class ServeBackend:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         """See Backend."""
         response = cast(DeploymentResponseGenerator[TokenChunk], self._generate.remote(request))
-        finished = False
         try:
-            while not finished:
+            while True:
                 chunk = await _next(response)
-                finished = chunk.finish_reason is not None
                 yield chunk
-        finally:
-            if not finished:
-                response.cancel()  # type: ignore[no-untyped-call]
+                if chunk.finish_reason is not None:
+                    return
+        except (GeneratorExit, asyncio.CancelledError):  # the reader goes away
+            response.cancel()  # type: ignore[no-untyped-call]
+            raise
 
 
 async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk:
@@ -43,6 +44,10 @@ async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk
         chunk: TokenChunk = await anext(response)
     except StopAsyncIteration:
         raise ReplicaLost("the stream ended before its last chunk") from None
+    except asyncio.CancelledError:
+        if _cancelled():
+            raise
+        raise ReplicaLost("the replica cancelled the request") from None  # Serve makes the same error of that
     except BackPressureError as error:
         raise Overloaded(f"{error.args[1]} requests are waiting already") from None
     except DeploymentUnavailableError:
@@ -56,3 +61,9 @@ async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk
             raise ReplicaLost(str(cause)) from None
         raise cause from None
     return chunk
+
+
+def _cancelled() -> bool:
+    """Whether somebody cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -1,6 +1,8 @@
 """The configuration of serving: read and validated once, frozen. Errors are one line that names the field."""
 
+import hashlib
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -25,6 +27,8 @@ from engine.checkpoint import ModelError, check_checkpoint
 BUILDER = "deployments.app:build"  # what Serve imports
 MODELS = Path(__file__).resolve().parent.parent / "models"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"  # it is part of the names of deployments and actors
+
+_DIGEST = "sha256:"  # before the digest of an API key
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -152,6 +156,13 @@ class ModelOptions(_Settings):
         """How many drafts so many targets have; none without a draft."""
         return math.ceil(self.draft.scaling.ratio * targets) if self.draft is not None else 0
 
+    @model_validator(mode="after")
+    def _room_for_drafts(self) -> Self:
+        fewest = self.draft_replicas(self.target.scaling.min_replicas)
+        if self.draft is not None and self.most_drafts < fewest:
+            raise ValueError(f"draft.scaling: {self.most_drafts} drafts at most, {fewest} for the fewest targets")
+        return self
+
     @property
     def most_drafts(self) -> int:
         """The most draft replicas there may be."""
@@ -167,8 +178,8 @@ class HttpOptions(_Settings):
     cors_origins: tuple[str, ...] = Field((), description="web pages that may call the API; * for all")
     tls_certificate: File | None = Field(None, description="PEM file; with tls_key, HTTP is HTTPS")
     tls_key: File | None = None
-    api_keys: tuple[SecretStr, ...] = Field((), description="clients need one of them; shown by 'serve config'")
-    api_keys_file: File | None = Field(None, description="the same, one on a line; they don't pass through Ray")
+    api_keys: tuple[SecretStr, ...] = Field((), description="clients need one of them; or 'sha256:' and hex digits")
+    api_keys_file: File | None = Field(None, description="the same, one on a line")
     replicas: PositiveInt = Field(1, description="of the ingress, which turns text to tokens and back")
 
     @model_validator(mode="after")
@@ -177,11 +188,11 @@ class HttpOptions(_Settings):
             raise ValueError("tls_certificate and tls_key go together")
         return self
 
-    def keys(self) -> tuple[str, ...]:
-        """All API keys; none: anybody may ask. Raises OSError when the file can't be read."""
+    def key_digests(self) -> tuple[bytes, ...]:
+        """SHA-256 of every API key; none: anybody may ask. Raises OSError when the file can't be read."""
         given = [key.get_secret_value() for key in self.api_keys]
         lines = self.api_keys_file.read_text().splitlines() if self.api_keys_file is not None else []
-        return tuple(key for key in [*given, *(line.strip() for line in lines)] if key)
+        return tuple(_digest(key) for key in [*given, *(line.strip() for line in lines)] if key)
 
 
 class GrpcOptions(_Settings):
@@ -194,6 +205,7 @@ class Limits(_Settings):
     """What is refused, and what is given up."""
 
     body_bytes: PositiveInt = Field(4 * 1024 * 1024, description="largest HTTP body and gRPC message")
+    # Serve counts those that are being sent to a replica too: far below this, a burst would be refused that has room.
     queue: PositiveInt = Field(256, description="requests that may wait, per model and ingress replica; more: 429")
     request_timeout_s: PositiveFloat = Field(600.0, description="for a whole request, its stream included")
     drain_s: PositiveFloat = Field(
@@ -223,10 +235,10 @@ class ServeConfig(_Settings):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """As plain values, for Serve; they make an equal one. API keys among them are readable."""
+        """As plain values, for Serve, which logs and shows them: API keys are replaced by their digests."""
         values: dict[str, Any] = self.model_dump(mode="json")
-        if self.http.api_keys:
-            values["http"]["api_keys"] = [key.get_secret_value() for key in self.http.api_keys]
+        digests = (_digest(key.get_secret_value()) for key in self.http.api_keys)
+        values["http"]["api_keys"] = [f"{_DIGEST}{digest.hex()}" for digest in digests]
         return values
 
 
@@ -313,8 +325,14 @@ def check_config(config: ServeConfig) -> None:
     for name, path in {**files, "api_keys_file": config.http.api_keys_file}.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"http.{name}: there is no file {path}")
-    if config.http.api_keys_file is not None and not config.http.keys():
+    if config.http.api_keys_file is not None and not config.http.key_digests():
         raise ConfigError("http.api_keys_file: it holds no key")
+
+
+def _digest(key: str) -> bytes:
+    if re.fullmatch(f"{_DIGEST}[0-9a-f]{{64}}", key):
+        return bytes.fromhex(key.removeprefix(_DIGEST))
+    return hashlib.sha256(key.encode()).digest()
 
 
 def _check_model(where: str, path: Path) -> dict[str, Any]:

@@ -1,48 +1,58 @@
 """What stands between clients and models: one deployment that holds every model's handle and speaks HTTP and gRPC."""
 
 import time
+import uuid
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.registry import RegistryName
+from cluster.reports import Reporter
 from deployments.backend import ServeBackend
 from deployments.config import ModelOptions, ServeConfig
+from deployments.grpc_service import GrpcMethods
+from deployments.http import HttpSettings, make_app
+from deployments.keys import ApiKeys
+from deployments.metrics import Latencies, MeasuredService, gather_reports, make_metrics_router
 from deployments.service import ServedModel
 from engine.checkpoint import check_checkpoint, checkpoint_digest, context_length
 from engine.step import MAX_WINDOW
 from engine.text import load_tokenizer
 
 # Functions that add a servicer to Serve's gRPC proxy, by import path.
-GRPC_SERVICERS: tuple[str, ...] = ()
+GRPC_SERVICERS: tuple[str, ...] = ("deployments.grpc_methods:add_generation_service",)
 
 
 @serve.ingress()
-class Ingress:
+class Ingress(GrpcMethods):
     """One replica of the API."""
 
     def __init__(
-        self, config: ServeConfig, targets: dict[str, DeploymentHandle[Any]], drafts: dict[str, DeploymentHandle[Any]]
+        self,
+        config: ServeConfig,
+        targets: dict[str, DeploymentHandle[Any]],
+        drafts: dict[str, DeploymentHandle[Any]],
+        registries: dict[str, RegistryName],
     ) -> None:
-        """targets, drafts: by the name of the model. The drafts are here so that Serve starts them; targets find them."""
+        """All by the name of the model. The drafts are here so that Serve starts them; targets find them."""
         self._config = config
-        self._models = {model.name: served_model(model, ServeBackend(targets[model.name])) for model in config.models}
+        models = {model.name: served_model(model, ServeBackend(targets[model.name])) for model in config.models}
+        replica = f"ingress-{uuid.uuid4().hex[:12]}"
+        latencies = {name: Latencies(name, replica, exported=True) for name in models}
+        service = MeasuredService(latencies, config.limits.request_timeout_s)
+        super().__init__(models, service, ApiKeys(config.http.keys()), config.limits.body_bytes)
+        self._registries = {name: registry.open() for name, registry in registries.items()}
+        for name, registry in self._registries.items():
+            Reporter(registry, name, replica, latencies[name].samples)
 
     def __serve_build_asgi_app__(self) -> Any:
         """For Serve: the HTTP application, once the constructor has run."""
-        return make_app(self._models)
-
-
-def make_app(models: dict[str, ServedModel]) -> FastAPI:
-    """The HTTP application."""
-    app = FastAPI()
-
-    @app.get("/health")
-    async def health() -> dict[str, list[str]]:
-        return {"models": list(models)}
-
-    return app
+        http = self._config.http
+        settings = HttpSettings(http.keys(), http.cors_origins, self._config.limits.body_bytes)
+        app = make_app(self._models, settings, self._service)
+        app.include_router(make_metrics_router(lambda: gather_reports(self._registries)))
+        return app
 
 
 def served_model(options: ModelOptions, backend: ServeBackend) -> ServedModel:

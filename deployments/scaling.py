@@ -7,8 +7,9 @@ deployment's autoscaling_config to what a policy wants (deployments/config.py sa
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+Key = TypeVar("Key", bound=Hashable)  # of a deployment
 BUSY, SESSIONS, STREAMS = "paceline_busy", "paceline_sessions", "paceline_streams"  # what drafts report
 
 
@@ -78,9 +79,9 @@ class DraftPolicy:
 class ApplicationPolicy:
     """Serve's policy of the application: sees targets and drafts together, so that drafts follow their targets."""
 
-    def __call__(self, contexts: Mapping[Hashable, Any]) -> tuple[dict[Hashable, int], dict[Hashable, Any]]:
+    def __call__(self, contexts: Mapping[Key, Any]) -> tuple[dict[Key, int], dict[Key, Any]]:
         """contexts: ray.serve.config.AutoscalingContext by deployment."""
-        wanted: dict[Hashable, int] = {}
+        wanted: dict[Key, int] = {}
         targets: dict[str, int] = {}  # by deployment: those there will be soon
         for deployment, context in contexts.items():
             if not draft_rule(context):

@@ -112,7 +112,7 @@ def deploy(config: ServeConfig, progress: Progress) -> None:
         if application is not None:
             if application.status == ApplicationStatus.RUNNING:
                 return
-            if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            if application.status == ApplicationStatus.DEPLOY_FAILED:
                 raise DeployError(
                     _reason([application.message, *(d.message for d in application.deployments.values())])
                 )
@@ -137,7 +137,7 @@ def print_ready(config: ServeConfig, console: Console) -> None:
     """Where it is, and what to try."""
     name, url = config.models[0].name, base_url(config.http)
     console.print(f"[bold]ready[/bold]  {url}  ({', '.join(model.name for model in config.models)})")
-    key = " -H 'Authorization: Bearer KEY'" if config.http.keys() else ""
+    key = " -H 'Authorization: Bearer KEY'" if config.http.key_digests() else ""
     body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": true}}'
     console.print(
         f"\n  curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", soft_wrap=True
