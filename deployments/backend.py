@@ -14,6 +14,7 @@ from deployments.service import ReplicaLost
 from engine.types import GenerationRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
+_READY_TIMEOUT_S = 2.0
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError, ReplicaUnavailableError, TaskCancelledError)
 
 
@@ -22,6 +23,7 @@ class ServeBackend:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         """handle: of a TargetDeployment."""
+        self._handle = handle
         self._generate = handle.options(stream=True).generate
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
@@ -36,6 +38,15 @@ class ServeBackend:
         except (GeneratorExit, asyncio.CancelledError):  # the reader goes away
             response.cancel()  # type: ignore[no-untyped-call]
             raise
+
+    async def ready(self) -> bool:
+        """Whether a replica is there and works. All are asked, beside their requests."""
+        asked = self._handle.broadcast("check_health")
+        try:
+            answers = await asked.results_async(timeout_s=_READY_TIMEOUT_S, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            return False
+        return any(not isinstance(answer, BaseException) for answer in answers)
 
 
 async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk:

@@ -1,8 +1,6 @@
 """The configuration of serving: read and validated once, frozen. Errors are one line that names the field."""
 
-import hashlib
 import math
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,13 +20,12 @@ from pydantic import (
     model_validator,
 )
 
+from deployments.keys import hidden
 from engine.checkpoint import ModelError, check_checkpoint
 
 BUILDER = "deployments.app:build"  # what Serve imports
 MODELS = Path(__file__).resolve().parent.parent / "models"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"  # it is part of the names of deployments and actors
-
-_DIGEST = "sha256:"  # before the digest of an API key
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -188,11 +185,11 @@ class HttpOptions(_Settings):
             raise ValueError("tls_certificate and tls_key go together")
         return self
 
-    def key_digests(self) -> tuple[bytes, ...]:
-        """SHA-256 of every API key; none: anybody may ask. Raises OSError when the file can't be read."""
+    def keys(self) -> tuple[str, ...]:
+        """All API keys; none: anybody may ask. Raises OSError when the file can't be read."""
         given = [key.get_secret_value() for key in self.api_keys]
         lines = self.api_keys_file.read_text().splitlines() if self.api_keys_file is not None else []
-        return tuple(_digest(key) for key in [*given, *(line.strip() for line in lines)] if key)
+        return tuple(key for key in [*given, *(line.strip() for line in lines)] if key)
 
 
 class GrpcOptions(_Settings):
@@ -237,8 +234,7 @@ class ServeConfig(_Settings):
     def arguments(self) -> dict[str, Any]:
         """As plain values, for Serve, which logs and shows them: API keys are replaced by their digests."""
         values: dict[str, Any] = self.model_dump(mode="json")
-        digests = (_digest(key.get_secret_value()) for key in self.http.api_keys)
-        values["http"]["api_keys"] = [f"{_DIGEST}{digest.hex()}" for digest in digests]
+        values["http"]["api_keys"] = [hidden(key.get_secret_value()) for key in self.http.api_keys]
         return values
 
 
@@ -325,14 +321,8 @@ def check_config(config: ServeConfig) -> None:
     for name, path in {**files, "api_keys_file": config.http.api_keys_file}.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"http.{name}: there is no file {path}")
-    if config.http.api_keys_file is not None and not config.http.key_digests():
+    if config.http.api_keys_file is not None and not config.http.keys():
         raise ConfigError("http.api_keys_file: it holds no key")
-
-
-def _digest(key: str) -> bytes:
-    if re.fullmatch(f"{_DIGEST}[0-9a-f]{{64}}", key):
-        return bytes.fromhex(key.removeprefix(_DIGEST))
-    return hashlib.sha256(key.encode()).digest()
 
 
 def _check_model(where: str, path: Path) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """What stands between clients and models: one deployment that holds every model's handle and speaks HTTP and gRPC."""
 
+import asyncio
+import hashlib
 import time
 import uuid
 from typing import Any
 
+import torch
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -37,7 +40,8 @@ class Ingress(GrpcMethods):
     ) -> None:
         """All by the name of the model. The drafts are here so that Serve starts them; targets find them."""
         self._config = config
-        models = {model.name: served_model(model, ServeBackend(targets[model.name])) for model in config.models}
+        self._backends = {model.name: ServeBackend(targets[model.name]) for model in config.models}
+        models = {model.name: served_model(model, self._backends[model.name]) for model in config.models}
         replica = f"ingress-{uuid.uuid4().hex[:12]}"
         latencies = {name: Latencies(name, replica, exported=True) for name in models}
         service = MeasuredService(latencies, config.limits.request_timeout_s)
@@ -50,9 +54,14 @@ class Ingress(GrpcMethods):
         """For Serve: the HTTP application, once the constructor has run."""
         http = self._config.http
         settings = HttpSettings(http.keys(), http.cors_origins, self._config.limits.body_bytes)
-        app = make_app(self._models, settings, self._service)
+        app = make_app(self._models, settings, self._service, self.ready)
         app.include_router(make_metrics_router(lambda: gather_reports(self._registries)))
         return app
+
+    async def ready(self) -> bool:
+        """Whether every model could answer: a replica is there, or a request would wake one."""
+        awake = (model.name for model in self._config.models if model.target.scaling.min_replicas)
+        return all(await asyncio.gather(*(self._backends[name].ready() for name in awake)))
 
 
 def served_model(options: ModelOptions, backend: ServeBackend) -> ServedModel:
@@ -72,10 +81,6 @@ def served_model(options: ModelOptions, backend: ServeBackend) -> ServedModel:
 
 def fingerprint(options: ModelOptions) -> str:
     """A name for everything that shapes a model's outputs: OpenAI's system_fingerprint."""
-    import hashlib
-
-    import torch
-
     target = options.target
     parts = (checkpoint_digest(target.checkpoint), target.dtype, str(target.invariant), torch.__version__)
     return "fp_" + hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()

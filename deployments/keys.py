@@ -2,7 +2,17 @@
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
+
+_DIGEST = "sha256:"  # before a key's digest, in place of the key
+
+
+def hidden(key: str) -> str:
+    """The same key as its digest, which is no key itself: for configurations that are logged and shown."""
+    if re.fullmatch(f"{_DIGEST}[0-9a-f]{{64}}", key):
+        return key
+    return _DIGEST + hashlib.sha256(key.encode()).hexdigest()
 
 
 class Unauthorized(Exception):
@@ -13,7 +23,8 @@ class ApiKeys:
     """The keys that are configured; without any, everybody may ask."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        """keys: each as it is, or as `hidden` gives it."""
+        self._digests = [bytes.fromhex(hidden(key).removeprefix(_DIGEST)) for key in keys]
 
     def salt(self, presented: str | None) -> bytes:
         """The salt of the tenant with this key, for GenerationRequest; b"" without keys. Raises Unauthorized.

@@ -137,7 +137,7 @@ def print_ready(config: ServeConfig, console: Console) -> None:
     """Where it is, and what to try."""
     name, url = config.models[0].name, base_url(config.http)
     console.print(f"[bold]ready[/bold]  {url}  ({', '.join(model.name for model in config.models)})")
-    key = " -H 'Authorization: Bearer KEY'" if config.http.key_digests() else ""
+    key = " -H 'Authorization: Bearer KEY'" if config.http.keys() else ""
     body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": true}}'
     console.print(
         f"\n  curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", soft_wrap=True

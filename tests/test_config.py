@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from deployments import cli
 from deployments.app import build, registry_name
 from deployments.config import ConfigError, ServeConfig, check_config, chosen_config, load_config, parse_config
 from deployments.ingress import fingerprint
+from deployments.keys import ApiKeys, Unauthorized, hidden
 from deployments.serve import base_url, check_ports, serve_schema
 from tests import exact
 
@@ -100,8 +100,12 @@ def test_models_that_cannot_run_are_refused_before_anything_loads(tmp_path: Path
 def test_api_keys_are_read_and_never_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "keys", "second\n\n third \n")
     config = parse_config(changed("http", to={"api_keys": ["first"], "api_keys_file": str(file)}))
-    assert config.http.key_digests() == tuple(sha256(key).digest() for key in (b"first", b"second", b"third"))
-    assert load_config_of(config).http.key_digests() == config.http.key_digests()
+    assert config.http.keys() == ("first", "second", "third")
+    shown = load_config_of(config).http.keys()
+    assert shown == (hidden("first"), "second", "third")
+    assert ApiKeys(shown).salt("first") == ApiKeys(config.http.keys()).salt("first")
+    with pytest.raises(Unauthorized):
+        ApiKeys(shown).salt(shown[0])
     assert "first" not in repr(config) + str(config.arguments())
     with pytest.raises(ConfigError) as caught:
         parse_config(changed("http", to={"api_keys": "first"}))

@@ -1,7 +1,6 @@
 """Targets and drafts under Ray Serve: streams through a handle are those of plain decoding, whoever is killed."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -155,9 +154,9 @@ def linked(handle: DeploymentHandle[Any]) -> bool:
 
 
 def test_the_application_answers_over_http(targets: DeploymentHandle[Any], config: ServeConfig) -> None:
-    with urllib.request.urlopen(f"{base_url(config.http)}/health") as answer:
-        assert answer.status == 200
-        json.load(answer)
+    for path in ("health", "ready"):
+        with urllib.request.urlopen(f"{base_url(config.http)}/{path}") as answer:
+            assert answer.status == 200
 
 
 def test_streams_through_serve_equal_plain_decoding(targets: DeploymentHandle[Any], case: Case) -> None:
