@@ -11,7 +11,7 @@ from engine.types import InvalidRequest, require
 
 MAX_PROPERTIES = 500  # of all objects in a schema together
 MAX_DEPTH = 64
-MAX_LENGTH = 10_000  # the largest bound of a length or count
+MAX_LENGTHS = 5000  # bounds of lengths and counts, of all of a schema together: more take seconds to compile
 _NAMED = ("properties", "$defs", "definitions")  # keywords whose keys are names of the client's
 _VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
 _EXPRESSIONS = ("pattern", "patternProperties")
@@ -28,11 +28,13 @@ def check_schema(text: str) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidRequest("grammar", "the schema is not JSON") from None
-    properties = 0
+    properties = lengths = 0
     for node in _schemas(schema, 0):
         _check_node(node)
         properties += len(node.get("properties", ()))
+        lengths += max(node.get(key, 0) for key in _BOUNDS)
     require(properties <= MAX_PROPERTIES, "grammar", f"at most {MAX_PROPERTIES} properties")
+    require(lengths <= MAX_LENGTHS, "grammar", f"its lengths and counts may add up to {MAX_LENGTHS}")
 
 
 def _schemas(node: Any, depth: int) -> Iterator[dict[str, Any]]:
@@ -58,7 +60,7 @@ def _check_node(node: dict[str, Any]) -> None:
     for key in _IGNORED:
         require(node.get(key, False) is False, "grammar", f"{key} is not supported in a schema")
     for key in _BOUNDS:
-        require(_small(node.get(key, 0)), "grammar", f"{key} must be a number up to {MAX_LENGTH}")
+        require(isinstance(node.get(key, 0), int), "grammar", f"{key} must be a number")
     for key in ("anyOf", "oneOf", "allOf"):
         options = node.get(key, [{}])
         require(isinstance(options, list) and bool(options), "grammar", f"{key} must be a list of schemas")
@@ -75,7 +77,3 @@ def _check_required(node: dict[str, Any]) -> None:
         require(
             set(map(str, required)) <= set(properties), "grammar", "a required property is not among the properties"
         )
-
-
-def _small(bound: Any) -> bool:
-    return isinstance(bound, int) and bound <= MAX_LENGTH

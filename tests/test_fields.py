@@ -80,6 +80,7 @@ def test_bad_input_names_its_field(model: TextModel, field: str, value: Any) -> 
         {"type": "integer", "minimum": 10, "maximum": 5},
         {"type": "string", "minLength": 5, "maxLength": 2},
         {"type": "string", "maxLength": 10**6},
+        {"properties": {f"p{at}": {"type": "string", "maxLength": 1000} for at in range(6)}},
         {"type": "string", "pattern": "(a{500}){500}"},
         {"type": "object", "patternProperties": {"a+": {}}},
         {"type": "object", "properties": {"x": {"type": "array", "items": {"type": "string", "pattern": "a"}}}},
