@@ -24,6 +24,7 @@ class Client:
 
     def __init__(self, address: str, api_key: str | None = None, application: str | None = None) -> None:
         """address: "host:port". application: of Ray Serve, where there are several."""
+        self.address = address
         given = {"application": application, "authorization": f"Bearer {api_key}" if api_key is not None else None}
         self._metadata = tuple((name, value) for name, value in given.items() if value is not None)
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)

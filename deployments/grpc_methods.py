@@ -7,7 +7,7 @@ the limit goes no further, and a call that ended is cancelled even while its cli
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -65,13 +65,11 @@ def _apart(serve: _Stream) -> _Stream:
     """
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        call = _Call(context)
         pieces: asyncio.Queue[Any] = asyncio.Queue()
-        task = asyncio.create_task(_pump(serve(request, _Call(context)), pieces))
+        task = asyncio.create_task(_pump(serve(request, call), pieces, call))
         context.add_done_callback(lambda _: task.cancel())
         while (piece := await pieces.get()) is not None:
-            if pieces.qsize() > MAX_UNREAD:
-                task.cancel()
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the reader fell behind")
             yield piece
         await task
 
@@ -92,10 +90,15 @@ class _Call:
         return getattr(self._context, name)
 
 
-async def _pump(source: AsyncIterator[Any], pieces: "asyncio.Queue[Any]") -> None:
+async def _pump(source: AsyncIterator[Any], pieces: "asyncio.Queue[Any]", call: _Call) -> None:
+    """Runs in a task of its own, which is cancelled where `source` waits: that is what stops the work."""
     try:
         with suppress(asyncio.CancelledError):  # the call ended: there is nobody left to tell
             async for piece in source:
                 pieces.put_nowait(piece)
+                if pieces.qsize() == MAX_UNREAD:
+                    call.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+                    call.set_details("the reader fell behind")
+                    cast("asyncio.Task[None]", asyncio.current_task()).cancel()
     finally:
         pieces.put_nowait(None)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from cluster.intake import Overloaded
 from cluster.pb import generation_pb2 as pb
 from cluster.target import TargetReplica
-from deployments.client import Client
-from deployments.grpc_methods import MAX_REQUEST_BYTES, SERVICE, add_generation_service
+from deployments.client import Client, make_request
+from deployments.grpc_methods import MAX_REQUEST_BYTES, MAX_UNREAD, SERVICE, add_generation_service
 from deployments.grpc_service import GrpcMethods
 from deployments.keys import ApiKeys
 from deployments.local_backend import LocalBackend
@@ -23,7 +23,7 @@ from deployments.service import Backend, ServedModel, Service
 from engine.decode import decode
 from engine.noise import derive_seed
 from engine.runner import ModelRunner
-from engine.types import GenerationRequest, SamplingParams, TokenChunk
+from engine.types import GenerationRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 
@@ -69,6 +69,25 @@ class Refusing:
         yield TokenChunk(request.request_id, (), ())
 
 
+class Hasty:
+    """A backend that never waits for its reader; implements Backend."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.open = False
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
+        self.open = True
+        likely = TokenLogprobs(-1.0, tuple((token, -2.0) for token in range(20)))
+        try:
+            while True:
+                yield TokenChunk(request.request_id, (1,), ("target",), logprobs=(likely,))
+                self.sent += 1
+                await asyncio.sleep(0)
+        finally:
+            self.open = False
+
+
 @pytest.fixture
 def replica(target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> Iterator[TargetReplica]:
     replica = TargetReplica(target, exact.goodput(), tokenizer, lookup=8)
@@ -85,11 +104,13 @@ Serve = Callable[..., Client]
 def serve(replica: TargetReplica, tokenizer: PreTrainedTokenizerFast) -> Iterator[Serve]:
     opened: list[Any] = []
 
-    def make(backend: Backend | None = None, keys: tuple[str, ...] = (), key: str | None = None) -> Client:
+    def make(
+        backend: Backend | None = None, keys: tuple[str, ...] = (), key: str | None = None, context: int = 1024
+    ) -> Client:
         model = ServedModel(
             name="code",
             tokenizer=tokenizer,
-            context=1024,
+            context=context,
             vocab_size=4096,
             fingerprint="fp_test",
             created=7,
@@ -228,3 +249,15 @@ def test_a_reader_that_goes_away_while_it_reads_nothing_is_noticed(serve: Serve,
     chunks.close()
     until(lambda: replica.stats().running == 0, "a cancelled call's work ends")
     assert replica.stats().tokens < 8 * 900
+
+
+def test_a_reader_that_falls_behind_is_given_up(serve: Serve) -> None:
+    backend = Hasty()
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    with grpc.insecure_channel(serve(backend, context=10**6).address, options=narrow) as channel:
+        method: Any = channel.unary_stream(f"/{SERVICE}/Generate")
+        call = method(make_request("x", {"max_tokens": 900_000, "logprobs": 20}).SerializeToString())
+        next(call)
+        until(lambda: not backend.open, "the work of a reader that fell behind ends")
+        assert backend.sent < 3 * MAX_UNREAD
+        assert refusal(lambda: list(call)) == ("RESOURCE_EXHAUSTED", "the reader fell behind")
