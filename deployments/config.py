@@ -193,9 +193,9 @@ class HttpOptions(_Settings):
 
 
 class GrpcOptions(_Settings):
-    """The gRPC API. It has no TLS: Serve's proxy has none."""
+    """The gRPC API. Serve's proxy has no TLS for it, and listens on all of a machine's addresses."""
 
-    port: Port = 9000
+    port: Port | None = Field(9000, description="none: no gRPC")
 
 
 class Limits(_Settings):
@@ -227,7 +227,7 @@ class ServeConfig(_Settings):
             raise ValueError(f"grpc.port: {self.grpc.port} is the HTTP port")
         for model in self.models:
             first, last = model.draft.ports if model.draft is not None else (0, 0)
-            if taken := [port for port in (self.http.port, self.grpc.port) if first <= port <= last]:
+            if taken := [port for port in (self.http.port, self.grpc.port) if port and first <= port <= last]:
                 raise ValueError(f"models: the draft ports of {model.name} include {taken[0]}, which the API has")
         return self
 

@@ -51,7 +51,9 @@ def serve_schema(config: ServeConfig) -> ServeDeploySchema:
             "request_timeout_s": None,  # the application has limits of its own, and names them in its errors
             **{name: str(path) for name, path in tls.items() if path is not None},
         },
-        "grpc_options": {"port": config.grpc.port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
+        "grpc_options": {"port": config.grpc.port, "grpc_servicer_functions": list(GRPC_SERVICERS)}
+        if config.grpc.port
+        else {},
         "applications": [application],
     }
     return ServeDeploySchema.model_validate(values)
@@ -60,6 +62,8 @@ def serve_schema(config: ServeConfig) -> ServeDeploySchema:
 def check_ports(config: ServeConfig) -> None:
     """Raises ConfigError when a port of the API can't be had on this machine."""
     for name, host, port in (("http", config.http.host, config.http.port), ("grpc", "0.0.0.0", config.grpc.port)):
+        if port is None:
+            continue
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no hindrance
@@ -136,7 +140,8 @@ def withdraw(config: ServeConfig) -> None:
 def print_ready(config: ServeConfig, console: Console) -> None:
     """Where it is, and what to try."""
     name, url = config.models[0].name, base_url(config.http)
-    console.print(f"[bold]ready[/bold]  {url}  ({', '.join(model.name for model in config.models)})")
+    names, grpc = ", ".join(model.name for model in config.models), config.grpc.port
+    console.print(f"[bold]ready[/bold]  {url}{f', gRPC on port {grpc}' if grpc else ''}  ({names})")
     key = " -H 'Authorization: Bearer KEY'" if config.http.keys() else ""
     body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": true}}'
     console.print(
