@@ -7,13 +7,16 @@ PROTO_DIR := proto/paceline/v1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check exact format proto
+.PHONY: help demo serve test check exact format proto
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## set up and run the demo
 	$(BIN)/paceline demo
+
+serve: $(VENV)/.installed ## set up and serve the bundled pair
+	$(BIN)/paceline serve
 
 test: $(VENV)/.installed-dev ## set up and run all tests
 	$(BIN)/python -m pytest

@@ -7,18 +7,21 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 import ray
 
 from cluster.draft import DraftReplica, DraftStats
-from cluster.grpc_link import DraftServer, connect
+from cluster.grpc_link import ClientLink, DraftServer, connect
 from cluster.link import LinkError
+from cluster.measures import Sample
 from cluster.placement import Placement
-from cluster.registry import DraftEntry
+from cluster.registry import DraftEntry, RegistryName
+from cluster.reports import DraftReport, Reporter, TargetReport
 from cluster.target import TargetReplica, TargetStats
 from cluster.trace import Span
 from cluster.wire import DIGEST_BYTES, decode_up, encode_up
@@ -37,6 +40,8 @@ WindowName = Literal["goodput", "chain", "tree"]
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
+_WITHDRAW_TIMEOUT_S = 2.0
+_ROUND_TRIP_TIMEOUT_S = 1.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
 _LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
 _WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
@@ -56,6 +61,7 @@ class TargetConfig:
     lookup: int = 8  # tokens looked up after each step, which drafts can't be faster with; 0: none
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile
+    served_as: str = ""  # its model's name in metrics; none: the checkpoint's
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +71,11 @@ class DraftConfig:
     model: Path | None
     dtype: Dtype = "auto"
     kv_tokens: int = 65536
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any
+    host: str | None = "127.0.0.1"  # None: the node's, as Ray knows it
+    ports: tuple[int, int] = (0, 0)  # first and last, of which it takes a free one; 0: any
     growing: Growing = field(default_factory=Growing)
     compile: bool = False  # the model, by torch.compile
+    served_as: str = ""  # its model's name in metrics; none: the checkpoint's, or "ngram"
 
 
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
@@ -120,8 +127,8 @@ def warm_up_loops() -> None:
 class TargetActor:
     """A target replica in its own process; it looks for drafts by itself."""
 
-    def __init__(self, config: TargetConfig, placement: Placement, registry: str, index: int = 0) -> None:
-        """registry: the name of the Registry actor."""
+    def __init__(self, config: TargetConfig, placement: Placement, registry: RegistryName, index: int = 0) -> None:
+        """index: of this replica among those of its model. Raises ModelError."""
         placement.apply_to_process()
         runner = ModelRunner(
             config.model,
@@ -134,7 +141,7 @@ class TargetActor:
         cost = CostModel(runner.called_with)
         warm_up(runner, cost)
         self._cost = cost
-        self._registry: Any = ray.get_actor(registry)
+        self._registry = registry.open()
         self._replica = TargetReplica(
             runner,
             make_window(config.window, config.window_size, cost),
@@ -146,9 +153,13 @@ class TargetActor:
             lookup=config.lookup,
             on_step=cost.observe,
         )
-        self._linked: dict[str, Any] = {}  # links by draft name
+        self._linked: dict[str, ClientLink] = {}  # by draft name
         self._speculate = True
+        self._closing = threading.Event()
         threading.Thread(target=self._keep_linked, name="paceline-links", daemon=True).start()
+        self._report = TargetReport(self._replica)
+        name = config.served_as or config.model.name
+        self._reporter = Reporter(self._registry, name, f"target-{uuid.uuid4().hex[:12]}", self._measure)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Streams a request's chunks. When the reader goes away, the work stops within a step.
@@ -222,16 +233,28 @@ class TargetActor:
         """Of this actor's process."""
         return os.getpid()
 
-    def _keep_linked(self) -> NoReturn:
+    def _measure(self) -> list[Sample]:
+        """For the reporter: what it counted, and how long the links take."""
+        links = [link for link in list(self._linked.values()) if link.alive]
+        trips = [link.round_trip_s(_ROUND_TRIP_TIMEOUT_S) for link in links]
+        return self._report([trip for trip in trips if trip is not None])
+
+    def close(self) -> None:
+        """Ends all requests and links, and the loop."""
+        self._closing.set()
+        self._reporter.stop()
+        self._replica.close()
+
+    def _keep_linked(self) -> None:
         """Attaches to every live draft, again and again, as long as the replica runs."""
-        pause = threading.Event()
-        while works(self._replica):
+        while works(self._replica) and not self._closing.is_set():
             if self._speculate:
                 self._link_to_new()
             else:
                 self._drop_links()
-            pause.wait(_ANNOUNCE_EVERY_S / 2)
-        _give_up()
+            self._closing.wait(_ANNOUNCE_EVERY_S / 2)
+        if not self._closing.is_set():
+            _give_up()
 
     def _drop_links(self) -> None:
         for link in self._linked.values():
@@ -257,14 +280,20 @@ class TargetActor:
 class DraftActor:
     """A draft replica in its own process; it serves DraftService and announces itself."""
 
-    def __init__(self, config: DraftConfig, placement: Placement, registry: str) -> None:
-        """registry: the name of the Registry actor."""
+    def __init__(self, config: DraftConfig, placement: Placement, registry: RegistryName) -> None:
+        """Raises ModelError, or LinkError when no port can be had."""
         placement.apply_to_process()
-        self._registry: Any = ray.get_actor(registry)
+        self._registry = registry.open()
         self._replica = DraftReplica(make_drafter(config, placement), placement)
-        self._server = DraftServer(config.host, config.port, self._replica.add_link)
+        self._server = _serve(config, self._replica)
         self._name = uuid.uuid4().hex
-        threading.Thread(target=self._keep_announced, name="paceline-announce", daemon=True).start()
+        self._closing = threading.Event()
+        self._announcing = threading.Thread(target=self._keep_announced, name="paceline-announce", daemon=True)
+        self._announcing.start()
+        served_as = config.served_as or (config.model.name if config.model is not None else "ngram")
+        self._reporter = Reporter(
+            self._registry, served_as, f"draft-{self._name[:12]}", DraftReport(self._replica.stats)
+        )
 
     async def stats(self) -> DraftStats:
         """What the replica did so far."""
@@ -288,13 +317,33 @@ class DraftActor:
         """Of this actor's process."""
         return os.getpid()
 
-    def _keep_announced(self) -> NoReturn:
-        pause = threading.Event()
-        while works(self._replica):
+    def close(self) -> None:
+        """Hands its sessions back: no target finds it any more, those that are linked turn to other drafts."""
+        self._closing.set()
+        self._reporter.stop()
+        self._announcing.join()  # or it would announce itself behind its withdrawal
+        with suppress(ray.exceptions.RayError):  # without a registry, its lease runs out
+            ray.get(self._registry.withdraw.remote(self._name), timeout=_WITHDRAW_TIMEOUT_S)
+        self._replica.close()
+        self._server.stop()
+
+    def _keep_announced(self) -> None:
+        while works(self._replica) and not self._closing.is_set():
             entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)
             self._registry.announce.remote(entry)
-            pause.wait(_ANNOUNCE_EVERY_S)
-        _give_up()
+            self._closing.wait(_ANNOUNCE_EVERY_S)
+        if not self._closing.is_set():
+            _give_up()
+
+
+def _serve(config: DraftConfig, replica: DraftReplica) -> DraftServer:
+    """A server for a draft, on the first port that is free; raises LinkError."""
+    host: str = config.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    first, last = config.ports
+    for port in range(first, last):
+        with suppress(LinkError):
+            return DraftServer(host, port, replica.add_link)
+    return DraftServer(host, last, replica.add_link)
 
 
 def works(replica: TargetReplica | DraftReplica) -> bool:

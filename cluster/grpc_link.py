@@ -5,6 +5,7 @@ Each end pings the other when the stream is silent, so that a peer that vanished
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -151,7 +152,28 @@ class DraftServer:
                 self._readers.discard(threading.current_thread())
 
 
-def connect(address: str, timeout_s: float, options: LinkOptions | None = None) -> Link[Down, Up]:
+class ClientLink(PipeLink[Down, Up]):
+    """The target's end of a stream."""
+
+    def __init__(self, outgoing: Pipe, incoming: Pipe, hang_up: Callable[[], object], channel: grpc.Channel) -> None:
+        super().__init__(encode_down, decode_up, outgoing, incoming, hang_up)
+        # No serializers: bytes out, bytes in.
+        self._check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{health.SERVICE_NAME}/Check")
+
+    def round_trip_s(self, timeout_s: float) -> float | None:
+        """Seconds until a call beside the stream, on the same connection, is answered; None when it is not in time.
+
+        May be called from any thread; it blocks.
+        """
+        started = time.monotonic()
+        try:
+            self._check(b"", timeout=timeout_s)
+        except (grpc.RpcError, ValueError):  # ValueError: the channel is closed
+            return None
+        return time.monotonic() - started
+
+
+def connect(address: str, timeout_s: float, options: LinkOptions | None = None) -> ClientLink:
     """The target's end of a new stream to the draft server at `address` ("host:port"); waits for a server that starts.
 
     Raises LinkError when the stream is refused, or not accepted within `timeout_s` seconds.
@@ -174,10 +196,10 @@ class _Client:
         self._reader = threading.Thread(target=self._read, name="paceline-target-reader")
         self._reader.start()
 
-    def open(self, timeout_s: float) -> Link[Down, Up]:
+    def open(self, timeout_s: float) -> ClientLink:
         self._settled.wait(timeout_s)
         if self._accepted:
-            return PipeLink(encode_down, decode_up, self._outgoing, self._incoming, self._hang_up)
+            return ClientLink(self._outgoing, self._incoming, self._hang_up, self._channel)
         settled = self._settled.is_set()
         self._hang_up()
         reason = f"{self._call.code().name}: {self._call.details()}" if settled else f"no answer within {timeout_s:g} s"

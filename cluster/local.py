@@ -12,7 +12,7 @@ import ray
 
 from cluster.actors import DraftActor, DraftConfig, TargetActor, TargetConfig
 from cluster.placement import Placement, place
-from cluster.registry import Registry
+from cluster.registry import RegistryName
 from engine.types import GenerationRequest, TokenChunk
 
 _START_TIMEOUT_S = 120.0
@@ -37,9 +37,8 @@ class LocalCluster:
         progress("starting Ray")
         self._started_ray = start_ray()
         target_places, draft_places = placements or place(targets, drafts, count_gpus(), threads)
-        # By name: an actor that got a handle as an argument could not be restarted once the handle is gone.
-        registry = f"paceline-registry-{uuid.uuid4().hex}"
-        self.registry: Any = ray.remote(Registry).options(num_cpus=0, name=registry, max_restarts=-1).remote()
+        registry = RegistryName(f"paceline-registry-{uuid.uuid4().hex}")
+        self.registry: Any = registry.open()
         progress("loading the models")
         self.targets: list[Any] = [
             self._actor(TargetActor, where).remote(target, where, registry, index)

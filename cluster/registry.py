@@ -1,7 +1,13 @@
 """Who is alive, and where: draft replicas announce themselves under a lease, targets ask for them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from cluster.measures import Sample
 
 LEASE_S = 3.0  # an announcement is believed for this long
 
@@ -20,17 +26,50 @@ class Registry:
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[DraftEntry, float]] = {}
+        self._reports: dict[str, tuple[tuple[Sample, ...], float]] = {}
 
     def announce(self, entry: DraftEntry) -> None:
         """A draft is alive, for another LEASE_S seconds."""
         self._entries[entry.name] = (entry, time.monotonic())
 
     def withdraw(self, name: str) -> None:
-        """A draft stops; unknown names are ignored."""
+        """A replica stops; unknown names are ignored."""
         self._entries.pop(name, None)
+        self._reports.pop(name, None)
+
+    def report(self, replica: str, samples: Sequence[Sample]) -> None:
+        """A replica (its name is unique for each start) says what it measured; shown for another LEASE_S seconds."""
+        self._reports[replica] = (tuple(samples), time.monotonic())
+
+    def reports(self) -> dict[str, tuple[Sample, ...]]:
+        """The last report of each replica whose lease has not run out, by its name."""
+        now = time.monotonic()
+        self._reports = {name: held for name, held in self._reports.items() if now - held[1] <= LEASE_S}
+        return {name: samples for name, (samples, _) in self._reports.items()}
 
     def drafts(self) -> list[DraftEntry]:
         """The drafts whose lease has not run out, the least loaded first."""
         now = time.monotonic()
         self._entries = {name: held for name, held in self._entries.items() if now - held[1] <= LEASE_S}
         return sorted((entry for entry, _ in self._entries.values()), key=lambda entry: entry.sessions)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryName:
+    """Where a cluster's Registry actor is. By name: an actor that got a handle could not be restarted once that is gone."""
+
+    name: str
+    namespace: str | None = None  # Ray's; None: the caller's own
+    detached: bool = False  # it outlives who starts it
+
+    def open(self) -> Any:
+        """The actor, started if there is none."""
+        lifetime = {"lifetime": "detached"} if self.detached else {}
+        options = {
+            "name": self.name,
+            "namespace": self.namespace,
+            "get_if_exists": True,
+            "max_restarts": -1,
+            **lifetime,
+        }
+        return ray.remote(Registry).options(num_cpus=0, **options).remote()

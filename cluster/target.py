@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +27,9 @@ from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_req
 from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up, require
 
 logger = logging.getLogger(__name__)
+TARGET_FAILED = (
+    "the target failed"  # the error of every request when a target's loop ends: others could go on with them
+)
 _RENEW_EVERY_S = 5.0
 
 
@@ -42,6 +46,7 @@ class TargetStats:
     steps: int = 0  # that committed something for somebody
     tokens: int = 0  # committed
     sequence_steps: int = 0  # steps that committed, counted for each sequence
+    drafted: int = 0  # sequence steps that verified something
     verified: int = 0  # draft tokens in steps
     tried: int = 0  # of them, along the walked path
     accepted: int = 0
@@ -95,6 +100,7 @@ class TargetReplica:
         self._running = self._batch.running
         self._next_renewal = time.monotonic() + _RENEW_EVERY_S
         self._stats = TargetStats()
+        self._accepted = [0] * (MAX_WINDOW + 1)  # sequence steps by how many draft tokens they accepted
         self.trace = Trace()
         self._loop = Loop("paceline-target", self._placement, _RENEW_EVERY_S, self._turn, self._end_all)
         self._loop.start()
@@ -134,6 +140,15 @@ class TargetReplica:
         kept = {"preempted": self._batch.preempted, "shared": self._batch.shared}
         return TargetStats(**{**asdict(self._stats), **now, **kept, "link": asdict(self._state.counters)})
 
+    def accepted_at(self) -> list[int]:
+        """At index i, in how many sequence steps the draft token i of the path was accepted, and those before it."""
+        return list(accumulate(reversed(self._accepted[1:])))[::-1]
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """KV pages that requests hold now, and all there are for them."""
+        return self._runner.pool.used_pages, self._runner.pool.capacity // self._runner.pool.page_size
+
     @property
     def alive(self) -> bool:
         """False once it was closed, or failed for good."""
@@ -172,7 +187,7 @@ class TargetReplica:
             if failure is None:
                 self._end(submitted, "cancelled")
             else:  # what failed stands in the log: it is nothing for clients
-                self._end(submitted, "error", "the target failed")
+                self._end(submitted, "error", TARGET_FAILED)
         for link in self._links.values():
             link.close()
 
@@ -272,6 +287,8 @@ class TargetReplica:
         self._stats.tokens += tokens
         self._stats.accepted += accepted
         self._stats.tried += sum(outcome.tried for outcome in decoding)
+        for outcome in decoding:
+            self._accepted[outcome.accepted] += 1
         self._stats.verified += rows - len(plans)
         if len(decoding) == len(outcomes) and self._on_step is not None:
             self._on_step(rows, 1000 * forward_s)
@@ -291,6 +308,7 @@ class TargetReplica:
         verified = plan.nodes is not None and len(plan.nodes) > 0
         if verified and plan.tree is not None and plan.nodes is not None:
             self._window.observe(plan.tree, plan.nodes, outcome.path)
+        self._stats.drafted += verified
         self._stats.empty += not verified and self._state.attached(running.session)
         if outcome.tokens:
             self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)

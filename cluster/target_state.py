@@ -25,6 +25,7 @@ class Counters:
     dropped: int = 0  # growth messages that fitted nothing: late, foreign or nonsense
     healed: int = 0  # commits that asked the draft to send its subtree again
     attached: int = 0  # times a session was given to a draft
+    reattached: int = 0  # of them, later than when it was opened: its draft left, or the first one joined
     reopened: int = 0  # times a draft asked for a prefix
 
 
@@ -63,6 +64,7 @@ class TargetState:
         for session, held in self._sessions.items():
             if held.draft is None:
                 self._attach(session, held)
+                self.counters.reattached += 1
 
     def draft_left(self, draft: int) -> None:
         """A draft is gone: its sessions go to another, if there is one. Mirrors stay, their nodes are as good as before."""
@@ -72,6 +74,7 @@ class TargetState:
             held.draft = None
         for session, held in orphans.items():
             self._attach(session, held)
+            self.counters.reattached += held.draft is not None
 
     def session_opened(self, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> int:
         """A sequence starts whose first `prompt` tokens, or all, are its prompt; the new session's id."""

@@ -1,9 +1,9 @@
 """The command `paceline`. Thin: what the commands do stands elsewhere and is imported when a command runs."""
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from engine.checkpoint import ModelError, check_checkpoint
-from engine.types import Grammar, InvalidRequest, SamplingParams, require
+from engine.checkpoint import ModelError, check_checkpoint, context_length
+from engine.types import Grammar, InvalidRequest, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BAD_INPUT, FAILED = 2, 1  # exit codes
@@ -167,33 +167,34 @@ def generate(
     with one_line_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
         require(bool(text), "prompt", "must not be empty")
-        params = SamplingParams(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            max_tokens,
-            tuple(stop or ()),
-            min_tokens=min_tokens,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            grammar=chosen_grammar(json_object, json_schema, regex),
-        )
-        context = check_models(target, draft if mode != "plain" else None)
-        from deployments.generate import Pair, make_request, print_text
-        from engine.grammar import Vocabulary
-        from engine.text import load_tokenizer, word_tokens
+        grammar = chosen_grammar(json_object, json_schema, regex)
+        pair_draft = draft if mode != "plain" else None
+        context = check_models(target, pair_draft)
+        from deployments.fields import GenerationFields, TextModel, make_requests, validated
+        from deployments.generate import Pair, print_text
+        from engine.text import load_tokenizer
 
-        pair = Pair(target, draft if mode != "plain" else None, dtype, invariant)
+        fields = {
+            "prompt": text,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "stop": stop,
+            "min_tokens": min_tokens,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "bad_words": bad_word,
+            "grammar": grammar,
+        }
         tokenizer = load_tokenizer(target)
-        params = replace(params, bad_words=word_tokens(tokenizer, bad_word or ()))
-        if params.grammar is not None:
-            Vocabulary(tokenizer, len(tokenizer)).compile(params.grammar)
-        request = make_request(text, params, tokenizer, context)
+        model = TextModel(tokenizer=tokenizer, context=context, vocab_size=check_checkpoint(target)["vocab_size"])
+        (request,) = make_requests(validated(GenerationFields, fields), model, "paceline-generate", trusted=True)
     with runtime_errors():
-        print_text(request, pair, mode, tokenizer, stats)
+        print_text(request, Pair(target, pair_draft, dtype, invariant), mode, tokenizer, stats)
 
 
 @app.command()
@@ -221,6 +222,90 @@ def demo(
         requests = load_requests(config, MODELS / "heldout.jsonl", context)
     with runtime_errors():
         run_demo(config, requests, Console(highlight=False))
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="YAML; see 'paceline config schema'")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="checkpoint of the target, if not the bundled pair")
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="checkpoint of the draft; without one, the target decodes alone")
+    ] = None,
+    dtype: DtypeOption = "auto",
+    invariant: InvariantOption = False,
+    host: Annotated[
+        str | None, typer.Option(help="address of the HTTP API; 0.0.0.0: all", show_default="127.0.0.1")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="of the HTTP API", show_default="8000")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="of the gRPC API", show_default="9000")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster to serve on", show_default="one is started here")
+    ] = None,
+) -> None:
+    """Serves models over HTTP, as OpenAI's clients expect it, and over gRPC, until it is interrupted.
+
+    Without arguments it serves the bundled pair. Then it ends what runs, and takes nothing new.
+
+    [dim]Examples[/dim]
+
+      paceline serve --port 8080
+
+      paceline serve --target DIR --draft DIR --dtype bfloat16
+
+      paceline serve --config serve.yaml
+    """
+    with one_line_errors():
+        from deployments.config import check_config, chosen_config
+
+        chosen = chosen_config(config, target, draft, dtype, invariant, host, port, grpc_port)
+        check_config(chosen)
+        from deployments.serve import DeployError, check_ports, run_server
+
+        if address is None:
+            check_ports(chosen)
+    with runtime_errors(DeployError, ConnectionError):
+        run_server(chosen, address, Console(stderr=True, highlight=False))
+
+
+config_app = typer.Typer(help="The configuration of 'paceline serve'.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="YAML")]
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Prints the JSON schema of the configuration."""
+    from deployments.config import ServeConfig
+
+    typer.echo(json.dumps(ServeConfig.model_json_schema(), indent=2))
+
+
+@config_app.command("check")
+def config_check(path: ConfigArgument) -> None:
+    """Checks a configuration without loading anything; exit code 2 and one line when it can't be used."""
+    with one_line_errors():
+        from deployments.config import check_config, load_config
+
+        found = load_config(path)
+        check_config(found)
+    typer.echo(f"good: {', '.join(model.name for model in found.models)}")
+
+
+@config_app.command("export")
+def config_export(path: ConfigArgument) -> None:
+    """Prints a configuration as Ray Serve takes it: for 'serve run', 'serve deploy' and KubeRay's serveConfigV2."""
+    with one_line_errors():
+        import yaml
+
+        from deployments.config import load_config
+        from deployments.serve import serve_schema
+
+        values = serve_schema(load_config(path)).model_dump(mode="json", exclude_unset=True)
+    typer.echo(yaml.safe_dump(values, sort_keys=False), nl=False)
 
 
 @app.command()
@@ -379,7 +464,7 @@ def check_models(target: Path, draft: Path | None) -> int:
         sizes = values["vocab_size"], check_checkpoint(draft)["vocab_size"]
         if sizes[0] != sizes[1]:
             raise ModelError(f"vocabularies differ: {sizes[0]} tokens in {target}, {sizes[1]} in {draft}")
-    return int(values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize)
+    return context_length(values)
 
 
 @contextmanager
@@ -388,7 +473,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        named = {"prompt": "PROMPT", "grammar": "grammar"}
+        named = {"prompt": "PROMPT", "grammar": "grammar", "bad_words": "--bad-word"}
         name = named.get(error.param, "--" + error.param.replace("_", "-"))
         fail(f"{name}: {error.message}", BAD_INPUT)
     except (OSError, ValueError) as error:
@@ -396,7 +481,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 @contextmanager
-def runtime_errors() -> Iterator[None]:
+def runtime_errors(*others: type[Exception]) -> Iterator[None]:
     """Turns what can go wrong while models run into one line and exit code 1."""
     import ray
 
@@ -405,7 +490,14 @@ def runtime_errors() -> Iterator[None]:
     try:
         yield
     except (ray.exceptions.RayError, GenerationFailed, ModelError, InvalidRequest, TimeoutError) as error:
-        fail((str(error).strip() or type(error).__name__).splitlines()[-1], FAILED)
+        fail(one_line(error), FAILED)
+    except others as error:
+        fail(one_line(error), FAILED)
+
+
+def one_line(error: Exception) -> str:
+    """The last line of what an error says, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -24,7 +24,7 @@ from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.step import Outcome
 from engine.text import OutputText, load_tokenizer
-from engine.types import GenerationRequest, InvalidRequest, Origin, SamplingParams, TokenChunk
+from engine.types import GenerationRequest, Origin, SamplingParams, TokenChunk
 from engine.windows import FixedChain
 
 Mode = Literal["pipelined", "sequential", "plain"]
@@ -57,20 +57,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends whatever was started."""
-
-
-def make_request(
-    text: str, params: SamplingParams, tokenizer: PreTrainedTokenizerFast, context: int
-) -> GenerationRequest:
-    """The request for a prompt; raises InvalidRequest when it has no tokens or doesn't fit in `context` tokens."""
-    tokens = tuple(tokenizer(text)["input_ids"])
-    if not tokens:
-        raise InvalidRequest("prompt", "must not be empty")
-    total = len(tokens) + params.max_tokens
-    if total > context:
-        message = f"{len(tokens)} prompt tokens and {params.max_tokens} new ones make {total}"
-        raise InvalidRequest("max_tokens", f"{message}; the model's context is {context}")
-    return GenerationRequest("paceline-generate", tokens, params)
 
 
 def start(mode: Mode, pair: Pair, progress: Progress) -> Engine:

@@ -1,39 +1,235 @@
-"""What serving is, whatever the protocol: models by name, and something that runs their requests.
+"""What serving is, whatever the protocol: models by name, something that runs their requests, and the text that comes out.
 
 HTTP and gRPC both end here; Ray Serve, or one replica in this process, stands behind `Backend`.
 """
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
-from transformers import PreTrainedTokenizerFast
+from cluster.intake import Closed, Overloaded
+from cluster.target import TARGET_FAILED
+from deployments.fields import TextModel
+from engine.text import OutputText
+from engine.types import GenerationRequest, TokenChunk, TokenLogprobs
 
-from engine.types import GenerationRequest, TokenChunk
+_PIECES = 16  # of each sample that a slow client leaves unread; generation waits then
+_PAUSE_S = 0.1  # before going on elsewhere; twice as long each time that brings nothing
+_LONGEST_PAUSE_S = 2.0
 
 
 class ReplicaLost(RuntimeError):
     """The target that ran a request is gone: the request can go on elsewhere with the tokens received so far."""
 
 
+class Unavailable(RuntimeError):
+    """No replica could be found to run a request, or to go on with it."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """A request took longer than it may."""
+
+
+class GenerationFailed(RuntimeError):
+    """The target gave a request up; the message is for the client."""
+
+
 class Backend(Protocol):
     """Runs the requests of one model."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         """The chunks of a request; closing the iterator cancels it within one step.
 
         Raises InvalidRequest, Overloaded, Closed or ReplicaLost.
         """
 
 
-@dataclass(frozen=True)
-class ServedModel:
+@dataclass(frozen=True, kw_only=True)
+class ServedModel(TextModel):
     """A model that clients can name."""
 
     name: str
-    tokenizer: PreTrainedTokenizerFast
-    context: int  # tokens, prompt and output together
-    vocab_size: int
     fingerprint: str  # of everything that shapes its outputs: OpenAI's system_fingerprint
     created: int  # seconds since 1970
     backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What speculation did for one output."""
+
+    tokens: int = 0
+    accepted: int = 0  # of them, guessed by the draft
+    steps: int = 0  # target steps that brought tokens: each ends with a token of the target's own, but for the last
+    resumed: int = 0  # times that the output went on elsewhere
+
+    @property
+    def accepted_share(self) -> float:
+        """Of all tokens; 0 without any."""
+        return self.accepted / max(1, self.tokens)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Block efficiency; 0 without any."""
+        return self.tokens / max(1, self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an output, in order; the last one has a finish reason. Its text may lag behind its tokens."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
+    finish_reason: Literal["stop", "length"] | None = None
+    speculation: Speculation | None = None  # with the finish reason
+
+
+@dataclass(eq=False)
+class _Output:
+    """What came of a request so far."""
+
+    request: GenerationRequest
+    text: OutputText
+    tokens: list[int] = field(default_factory=list)
+    accepted: int = 0
+    steps: int = 0
+    resumed: int = 0
+    open_step: bool = False  # the last token was the draft's: its step may not have ended with it
+
+    def take(self, chunk: TokenChunk) -> Piece:
+        """The next piece. What follows a stop string in a chunk is cut off; raises GenerationFailed or ReplicaLost."""
+        if chunk.finish_reason == "cancelled" or chunk.error == TARGET_FAILED:
+            finish: Literal["stop", "length"] | None = None  # by the replica, not by us: its tokens count
+        elif chunk.finish_reason == "error":
+            raise GenerationFailed(chunk.error or "the target gave the request up")
+        else:
+            finish = chunk.finish_reason
+        texts, used = [], 0
+        for token, origin in zip(chunk.tokens, chunk.origins, strict=True):
+            texts.append(self.text.push(token))
+            used += 1
+            self.tokens.append(token)
+            self.accepted += origin == "draft"
+            self.open_step = origin == "draft"
+            self.steps += not self.open_step
+            if self.text.stopped:
+                finish = "stop"
+                break
+        if finish is None and len(self.tokens) >= self.request.params.max_tokens:
+            finish = "length"
+        if finish is not None:
+            texts.append(self.text.flush())
+        stats = self.speculation() if finish is not None else None
+        return Piece("".join(texts), chunk.tokens[:used], chunk.logprobs[:used], finish, stats)
+
+    def speculation(self) -> Speculation:
+        """Statistics so far."""
+        return Speculation(len(self.tokens), self.accepted, self.steps + self.open_step, self.resumed)
+
+    def remaining(self) -> GenerationRequest:
+        """What another replica has to do."""
+        if not self.resumed:
+            return self.request
+        request_id = f"{self.request.request_id}.{self.resumed}"  # the old one may still be known somewhere
+        return replace(self.request, request_id=request_id, resume_tokens=tuple(self.tokens))
+
+
+class Service:
+    """Runs requests: text out of tokens, deadlines, and going on elsewhere when a target is lost."""
+
+    def __init__(self, timeout_s: float = 600.0, resumes: int = 3) -> None:
+        """timeout_s: for a whole request. resumes: times in a row that going on elsewhere may bring nothing."""
+        self._timeout_s = timeout_s
+        self._resumes = resumes
+
+    async def run(
+        self, model: ServedModel, request: GenerationRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[Piece]:
+        """The pieces of one sample; closing the iterator cancels the request.
+
+        timeout_s: when shorter than the service's own. Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded
+        or GenerationFailed.
+        """
+        seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        deadline = asyncio.get_running_loop().time() + seconds
+        output = _Output(request, OutputText(model.tokenizer, request.params.stop, request.params.min_tokens))
+        failures = 0
+        while True:
+            held = len(output.tokens)
+            try:
+                async with aclosing(_until(deadline, model.backend.generate(output.remaining()))) as chunks:
+                    async for chunk in chunks:
+                        piece = output.take(chunk)
+                        if piece.tokens or piece.finish_reason is not None:
+                            yield piece
+                        if piece.finish_reason is not None:
+                            return
+            except (ReplicaLost, Closed):
+                pass
+            except Overloaded:
+                if not output.tokens:
+                    raise
+            failures = 0 if len(output.tokens) > held else failures + 1
+            if failures > self._resumes:
+                raise Unavailable("no replica could take the request")
+            output.resumed += 1
+            await _pause(failures, deadline)
+
+    async def run_all(
+        self, model: ServedModel, requests: Sequence[GenerationRequest], timeout_s: float | None = None
+    ) -> AsyncGenerator[tuple[int, Piece]]:
+        """(index of the request, piece) of several samples at the same time; the first error ends them all. See `run`."""
+        if len(requests) == 1:
+            async with aclosing(self.run(model, requests[0], timeout_s)) as pieces:
+                async for piece in pieces:
+                    yield 0, piece
+            return
+        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(_PIECES * len(requests))
+
+        async def pump(index: int, request: GenerationRequest) -> None:
+            try:
+                async with aclosing(self.run(model, request, timeout_s)) as pieces:
+                    async for piece in pieces:
+                        await queue.put((index, piece))
+            except Exception as error:  # noqa: BLE001  raised again where the pieces are read
+                await queue.put((index, error))
+
+        tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
+        try:
+            ended = 0
+            while ended < len(requests):
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                ended += item.finish_reason is not None
+                yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until(deadline: float, chunks: AsyncGenerator[TokenChunk]) -> AsyncGenerator[TokenChunk]:
+    """The same chunks, all before `deadline`, in the loop's time. Raises DeadlineExceeded."""
+    async with aclosing(chunks):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    chunk = await anext(chunks)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlineExceeded("the request took longer than it may") from None
+            yield chunk
+
+
+async def _pause(failures: int, deadline: float) -> None:
+    """Before the next attempt. Raises DeadlineExceeded."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(deadline):
+            await asyncio.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2**failures) if failures else 0)
+            return
+    raise DeadlineExceeded("the request took longer than it may")

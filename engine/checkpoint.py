@@ -1,9 +1,12 @@
 """What can be told about a checkpoint without loading it. Imports nothing slow."""
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+_MAX_HEADER = 100_000_000  # bytes, as safetensors allows
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of what can be run end
 _RECURRENT = (
     "mamba",
@@ -43,6 +46,25 @@ def architecture(values: dict[str, Any]) -> str:
     """The name of the model's class, or at least its kind, from its config.json."""
     names = values.get("architectures")
     return str(names[0] if isinstance(names, list) and names else values.get("model_type", "a model of no kind"))
+
+
+def context_length(values: dict[str, Any]) -> int:
+    """Tokens that fit in a model's context, by its config.json."""
+    return int(values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize)
+
+
+def checkpoint_digest(path: Path) -> str:
+    """A name for a checkpoint's content, 32 hex digits: of its settings, and its weights' names, shapes and sizes.
+
+    The weights themselves are not read: those of a large model take minutes.
+    """
+    digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16)
+    for file in sorted(path.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as weights:
+            length = int.from_bytes(weights.read(8), "little")
+            digest.update(weights.read(min(length, _MAX_HEADER)))
+    return digest.hexdigest()
 
 
 def _unsupported(values: dict[str, Any]) -> str | None:

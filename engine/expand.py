@@ -24,7 +24,10 @@ _OUTPUTS = (
     ("attn.c_proj", "mlp.c_proj"),
 )
 _PER_LAYER = ("layers", "layer_types")  # how settings that list something for every layer are named
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
 
 
 def expand(model: Path, layers: int, out: Path) -> int:

@@ -96,7 +96,7 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["train", "--steps", "0"], "--steps"),
         (["distill"], "--out"),
         (["distill", "--out", "x", "--draft", "no/such/folder"], "no model at no/such/folder"),
-        (["serve"], "serve"),
+        (["unserve"], "unserve"),
         (["--loud"], "--loud"),
     ],
 )

@@ -197,6 +197,19 @@ def test_sessions_of_a_draft_that_left_go_to_the_others_and_keep_their_mirrors()
     state.check()
 
 
+def test_sessions_that_change_their_draft_are_counted() -> None:
+    state = state_with(A)
+    state.session_opened(PROMPT, PARAMS)
+    assert (state.counters.attached, state.counters.reattached) == (1, 0)
+    state.draft_left(A)
+    assert (state.counters.attached, state.counters.reattached) == (1, 0)
+    state.draft_joined(B)
+    assert (state.counters.attached, state.counters.reattached) == (2, 1)
+    state.draft_joined(A)
+    state.draft_left(B)
+    assert (state.counters.attached, state.counters.reattached) == (3, 2)
+
+
 def test_renewals_name_the_live_sessions_of_each_draft() -> None:
     state = state_with(A, B)
     for _ in range(4):

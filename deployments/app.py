@@ -1,0 +1,157 @@
+"""The Serve application: validated arguments in, deployments out. For `serve run`, `serve deploy`, KubeRay and the CLI."""
+
+import hashlib
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.deployment import Application
+
+from cluster.actors import DraftConfig, TargetConfig
+from cluster.placement import Placement
+from cluster.registry import RegistryName
+from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions, check_config
+from deployments.ingress import Ingress
+from deployments.replicas import DraftDeployment, TargetDeployment
+
+NAMESPACE = "paceline"  # of the registries
+_HEALTH_CHECK_S = 2.0
+_START_ATTEMPTS = 3  # of all replicas of a deployment: what fails so often will not load the next time
+_DRAIN_CHECK_S = 0.5  # how often a replica that goes away looks whether its streams have ended
+_INGRESS_STREAMS = 4096  # more would wait in Serve's proxy; what waits for a model is limited per model
+
+
+def build(args: ServeConfig) -> Application:
+    """An application of these models; raises ConfigError, before anything loads."""
+    check_config(args)
+    targets = {model.name: _target(model, args) for model in args.models}
+    drafts = {model.name: _draft(model, model.draft) for model in args.models if model.draft is not None}
+    ingress = serve.deployment(
+        name="ingress",
+        num_replicas=args.http.replicas,
+        max_ongoing_requests=_INGRESS_STREAMS,
+        **_lifecycle(args.limits.drain_s),
+        ray_actor_options=_actor(Resources()),
+    )(Ingress)
+    registries = {model.name: registry_name(model) for model in args.models}
+    return ingress.bind(args, targets, drafts, registries)
+
+
+def _target(model: ModelOptions, args: ServeConfig) -> Application:
+    """The target of a model.
+
+    A replica has as many requests as run together and as many again, so that a place that gets free is filled without
+    asking Serve. All others wait in Serve's handle for whichever replica is free first, and count for the scaling.
+    """
+    options, scaling = model.target, model.target.scaling
+    deployment = serve.deployment(
+        name=model.target_deployment,
+        max_ongoing_requests=2 * options.max_batch,
+        max_queued_requests=args.limits.queue,
+        autoscaling_config=_autoscaling(
+            scaling.delays,
+            min_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            target_ongoing_requests=scaling.target_ongoing,
+            policy=_policy("TargetPolicy"),
+        ),
+        **_lifecycle(args.limits.drain_s),
+        ray_actor_options=_actor(options.replicas),
+    )(TargetDeployment)
+    return deployment.bind(target_config(model.name, options), _placement(options.replicas), registry_name(model))
+
+
+def _draft(model: ModelOptions, options: DraftOptions) -> Application:
+    """The draft of a model. Serve sends it nothing: its targets find it by the registry."""
+    scaling = options.scaling
+    rule = {
+        "target": model.target_deployment,
+        "ratio": scaling.ratio,
+        "busy": scaling.busy,
+        "sessions": scaling.sessions,
+    }
+    deployment = serve.deployment(
+        name=model.draft_deployment,
+        autoscaling_config=_autoscaling(
+            scaling.delays,
+            min_replicas=model.draft_replicas(model.target.scaling.min_replicas),
+            max_replicas=model.most_drafts,
+            policy=_policy("DraftPolicy", rule),
+        ),
+        **_lifecycle(10.0),
+        ray_actor_options=_actor(options.replicas),
+    )(DraftDeployment)
+    return deployment.bind(draft_config(model.name, options), _placement(options.replicas), registry_name(model))
+
+
+def target_config(name: str, options: TargetOptions) -> TargetConfig:
+    """The options that a target replica itself has."""
+    return TargetConfig(
+        options.checkpoint,
+        options.dtype,
+        options.invariant,
+        options.kv_tokens,
+        options.max_batch,
+        options.window,
+        options.window_size,
+        options.lookup,
+        options.flush_s,
+        options.compile,
+        name,
+    )
+
+
+def draft_config(name: str, options: DraftOptions) -> DraftConfig:
+    """The options that a draft replica itself has."""
+    return DraftConfig(
+        options.checkpoint,
+        options.dtype,
+        options.kv_tokens,
+        options.host,
+        options.ports,
+        compile=options.compile,
+        served_as=name,
+    )
+
+
+def registry_name(model: ModelOptions) -> RegistryName:
+    """Where the replicas of a model meet. Another model of the same name, in another application, meets elsewhere."""
+    draft = model.draft.checkpoint if model.draft is not None else None
+    pair = hashlib.blake2b(f"{model.target.checkpoint} {draft}".encode(), digest_size=4).hexdigest()
+    return RegistryName(f"registry-{model.name}-{pair}", NAMESPACE, detached=True)
+
+
+def _placement(resources: Resources) -> Placement:
+    return Placement(resources.cores, resources.threads, resources.gpus)
+
+
+def _actor(resources: Resources) -> dict[str, Any]:
+    threads = {"env_vars": {"OMP_NUM_THREADS": str(resources.threads)}}
+    return {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "runtime_env": threads}
+
+
+def _lifecycle(drain_s: float) -> dict[str, Any]:
+    return {
+        "graceful_shutdown_timeout_s": drain_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_CHECK_S,
+        "health_check_period_s": _HEALTH_CHECK_S,
+        "health_check_timeout_s": 5 * _HEALTH_CHECK_S,
+        "max_constructor_retry_count": _START_ATTEMPTS,
+    }
+
+
+def _policy(name: str, arguments: dict[str, Any] | None = None) -> AutoscalingPolicy:
+    return AutoscalingPolicy(  # type: ignore[no-untyped-call]
+        policy_function=f"deployments.scaling:{name}", policy_kwargs=arguments or {}
+    )
+
+
+def _autoscaling(delays: Delays, **options: Any) -> AutoscalingConfig:
+    return AutoscalingConfig(
+        upscale_delay_s=delays.up_s,
+        downscale_delay_s=delays.down_s,
+        downscale_to_zero_delay_s=delays.to_zero_s,
+        metrics_interval_s=delays.interval_s,
+        look_back_period_s=delays.look_back_s,
+        **options,
+    )

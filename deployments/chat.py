@@ -1,0 +1,174 @@
+"""Conversations: messages to a prompt by the tokenizer's chat template, and tool calls out of the text that comes back.
+
+Tool calls have one format, that of the Hermes models: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number
+of them, with or without text around. A call that the client insists on (tool_choice) is the whole output, without tags:
+a grammar makes sure of it.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from deployments.fields import TextModel
+from deployments.openai import ChatRequest, FunctionCall, Message, NamedTool, Tool
+from engine.types import Grammar, InvalidRequest
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+DEFAULT_TEMPLATE = """\
+{%- if tools %}
+{{- '# system:\\nCall a function with <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Functions:\\n' }}
+{%- for tool in tools %}
+{{- tool.function | tojson + '\\n' }}
+{%- endfor %}
+{{- '\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '# ' + message.role + ':\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}
+{%- endfor %}
+{{- '\\n\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '# assistant:\\n' }}
+{%- endif %}
+"""  # for tokenizers that have none
+
+
+def chat_prompt(model: TextModel, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+    """The token ids of a conversation up to where the answer begins. Raises InvalidRequest when the template refuses it."""
+    template = None if model.tokenizer.chat_template else DEFAULT_TEMPLATE
+    try:
+        tokens = model.tokenizer.apply_chat_template(
+            [_for_template(message) for message in messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+    except TemplateError as error:
+        raise InvalidRequest("messages", f"the model's chat template refuses them: {str(error)[:200]}") from None
+    except Exception:  # noqa: BLE001  a template is a program; whatever it trips over are these messages
+        raise InvalidRequest("messages", "the model's chat template can't take them") from None
+    return tuple(tokens)
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """As templates expect it: the arguments of calls are objects, not text."""
+    values = message.model_dump(exclude_none=True)
+    if not message.tool_calls:
+        del values["tool_calls"]
+    for call in values.get("tool_calls", ()):
+        call["function"]["arguments"] = _object(call["function"]["arguments"])
+    return values
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def forced_call(request: ChatRequest) -> Grammar | None:
+    """The grammar of the call that `tool_choice` insists on, if it does."""
+    if request.tool_choice in ("none", "auto"):
+        return None
+    named = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
+    functions = [tool.function for tool in request.tools if named in (None, tool.function.name)]
+    definitions = {f"f{at}": _moved(function.parameters, f"#/$defs/f{at}") for at, function in enumerate(functions)}
+    options = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function.name}, "arguments": {"$ref": f"#/$defs/f{at}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for at, function in enumerate(functions)
+    ]
+    choice: dict[str, Any] = options[0] if len(options) == 1 else {"anyOf": options}
+    return Grammar("json_schema", json.dumps({**choice, "$defs": definitions}))
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references into itself still hold when it stands at `root` in another one."""
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, root) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+def parse_call(text: str) -> FunctionCall | None:
+    """The call that a text is, if it is one."""
+    call = _object(text.strip())
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return FunctionCall(name=call["name"], arguments=json.dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+class WholeCall:
+    """Reads an output that is one call, without tags: nothing is known before its end."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def push(self, text: str) -> list[str | FunctionCall]:
+        """Takes text."""
+        self._text += text
+        return []
+
+    def flush(self) -> list[str | FunctionCall]:
+        """The call; or the text, when it was cut short."""
+        return [parse_call(self._text) or self._text]
+
+
+class TaggedCalls:
+    """Reads calls out of a text that comes in pieces; what is not a call stays text."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._called = False
+
+    def push(self, text: str) -> list[str | FunctionCall]:
+        """The texts and calls that are certain now."""
+        self._held += text
+        found: list[str | FunctionCall] = []
+        while (start := self._held.find(OPEN)) >= 0 and (end := self._held.find(CLOSE, start)) >= 0:
+            self._say(self._held[:start], found)
+            call = parse_call(self._held[start + len(OPEN) : end])
+            end += len(CLOSE)
+            if call is not None:
+                found.append(call)
+                self._called = True
+            else:
+                self._say(self._held[start:end], found)
+            self._held = self._held[end:]
+        certain = start if start >= 0 else len(self._held) - _begun(self._held)
+        self._say(self._held[:certain], found)
+        self._held = self._held[certain:]
+        return found
+
+    def flush(self) -> list[str | FunctionCall]:
+        """What was held back."""
+        found: list[str | FunctionCall] = []
+        self._say(self._held, found)
+        self._held = ""
+        return found
+
+    def _say(self, text: str, found: list[str | FunctionCall]) -> None:
+        if text.strip() or (text and not self._called):  # space between calls means nothing
+            found.append(text)
+
+
+def _begun(text: str) -> int:
+    """Length of the longest end of a text that the opening tag begins with."""
+    return next((n for n in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:n])), 0)

@@ -1,0 +1,344 @@
+"""The configuration of serving: read and validated once, frozen. Errors are one line that names the field."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from deployments.keys import hidden
+from engine.checkpoint import ModelError, check_checkpoint
+
+BUILDER = "deployments.app:build"  # what Serve imports
+MODELS = Path(__file__).resolve().parent.parent / "models"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"  # it is part of the names of deployments and actors
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, le=86400)]
+# Absolute: replicas run in folders of their own.
+Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+File = Folder
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be used; the message says in one line which field is wrong, and how."""
+
+
+class _Settings(BaseModel):
+    # Values are left out of errors: one of them may be a key.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class Resources(_Settings):
+    """What one replica takes."""
+
+    cpus: float = Field(0.0, ge=0, description="cores that Ray sets aside; 0: replicas go where there is room")
+    gpus: float = Field(0.0, ge=0, description="GPUs; 0: the model runs on CPU cores")
+    threads: PositiveInt = Field(1, description="of the model's CPU arithmetic")
+    cores: tuple[NonNegativeInt, ...] = Field((), description="pins the model's thread, of a deployment of one replica")
+
+
+class Delays(_Settings):
+    """How long the load must ask for another number of replicas before it is changed.
+
+    Up after seconds: loading takes longer, and requests wait. Down after minutes: a replica that is needed again costs a
+    load, one too many costs nothing but its place; and traffic comes in waves. To zero later still: the next request will
+    wait for the whole model.
+    """
+
+    up_s: Seconds = Field(5.0, description="before replicas are added; from zero they are at once")
+    down_s: Seconds = Field(120.0, description="before replicas are taken away")
+    to_zero_s: Seconds = Field(600.0, description="before the last one is")
+    interval_s: PositiveFloat = Field(2.0, description="between two reports of load")
+    look_back_s: PositiveFloat = Field(10.0, description="load is averaged over")
+
+
+class TargetScaling(_Settings):
+    """How many target replicas there are."""
+
+    min_replicas: NonNegativeInt = Field(1, description="0: the model is unloaded when nobody asks for it")
+    max_replicas: PositiveInt = 1
+    target_ongoing: PositiveFloat = Field(
+        16.0, description="requests, running and queued, that one replica should have"
+    )
+    delays: Delays = Delays()
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas is {self.min_replicas}, max_replicas {self.max_replicas}")
+        return self
+
+
+class DraftScaling(_Settings):
+    """How many draft replicas there are: a share of the targets, more when those are busy and hold many sessions."""
+
+    ratio: float = Field(1.0, gt=0, description="drafts per target, rounded up")
+    max_replicas: PositiveInt | None = Field(None, description="if not what the ratio makes of the most targets")
+    busy: Fraction = Field(0.9, description="share of time in draft steps above which sessions count")
+    sessions: PositiveFloat = Field(32.0, description="that one busy draft should hold at most")
+    delays: Delays = Delays()
+
+
+class TargetOptions(_Settings):
+    """The target of a model."""
+
+    checkpoint: Folder = Field(description="folder of the checkpoint")
+    dtype: Dtype = "auto"
+    invariant: bool = Field(False, description="bits that don't depend on how tokens are batched")
+    kv_tokens: PositiveInt = Field(32768, description="tokens that the KV pool of a replica holds")
+    max_batch: int = Field(64, ge=1, le=1024, description="requests that run together on a replica")
+    window: Literal["goodput", "chain", "tree"] = "goodput"
+    window_size: int = Field(31, ge=1, le=512, description="draft tokens verified per step: at most, or exactly")
+    lookup: int = Field(8, ge=0, le=64, description="tokens looked up in the text after each step; 0: none")
+    flush_s: Seconds = Field(0.05, description="tokens are handed out at most this often, per request")
+    compile: bool = Field(False, description="the model, by torch.compile")
+    replicas: Resources = Resources()
+    scaling: TargetScaling = TargetScaling()
+
+
+class DraftOptions(_Settings):
+    """The draft of a model."""
+
+    checkpoint: Folder | None = Field(None, description="folder of the checkpoint; none: n-grams are looked up")
+    dtype: Dtype = "auto"
+    kv_tokens: PositiveInt = Field(65536, description="tokens that the KV pool of a replica holds")
+    host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
+    ports: tuple[Port, Port] = Field((26500, 26599), description="first and last; each replica takes a free one")
+    compile: bool = Field(False, description="the model, by torch.compile")
+    replicas: Resources = Resources()
+    scaling: DraftScaling = DraftScaling()
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.ports[0] > self.ports[1]:
+            raise ValueError(f"ports: the first is {self.ports[0]}, the last {self.ports[1]}")
+        return self
+
+
+class ModelOptions(_Settings):
+    """A model that clients can name, with deployments of its own."""
+
+    name: Annotated[str, StringConstraints(pattern=_NAME)]
+    target: TargetOptions
+    draft: DraftOptions | None = Field(None, description="none: the target decodes alone")
+
+    @property
+    def target_deployment(self) -> str:
+        """Its name in Serve."""
+        return f"{self.name}-target"
+
+    @property
+    def draft_deployment(self) -> str:
+        """Its name in Serve."""
+        return f"{self.name}-draft"
+
+    def draft_replicas(self, targets: int) -> int:
+        """How many drafts so many targets have; none without a draft."""
+        return math.ceil(self.draft.scaling.ratio * targets) if self.draft is not None else 0
+
+    @model_validator(mode="after")
+    def _room_for_drafts(self) -> Self:
+        fewest = self.draft_replicas(self.target.scaling.min_replicas)
+        if self.draft is not None and self.most_drafts < fewest:
+            raise ValueError(f"draft.scaling: {self.most_drafts} drafts at most, {fewest} for the fewest targets")
+        return self
+
+    @property
+    def most_drafts(self) -> int:
+        """The most draft replicas there may be."""
+        chosen = self.draft.scaling.max_replicas if self.draft is not None else None
+        return chosen or self.draft_replicas(self.target.scaling.max_replicas)
+
+
+class HttpOptions(_Settings):
+    """The HTTP API."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all")
+    port: Port = 8000
+    cors_origins: tuple[str, ...] = Field((), description="web pages that may call the API; * for all")
+    tls_certificate: File | None = Field(None, description="PEM file; with tls_key, HTTP is HTTPS")
+    tls_key: File | None = None
+    api_keys: tuple[SecretStr, ...] = Field((), description="clients need one of them; or 'sha256:' and hex digits")
+    api_keys_file: File | None = Field(None, description="the same, one on a line")
+    replicas: PositiveInt = Field(1, description="of the ingress, which turns text to tokens and back")
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together")
+        return self
+
+    def keys(self) -> tuple[str, ...]:
+        """All API keys; none: anybody may ask. Raises OSError when the file can't be read."""
+        given = [key.get_secret_value() for key in self.api_keys]
+        lines = self.api_keys_file.read_text().splitlines() if self.api_keys_file is not None else []
+        return tuple(key for key in [*given, *(line.strip() for line in lines)] if key)
+
+
+class GrpcOptions(_Settings):
+    """The gRPC API. Serve's proxy has no TLS for it, and listens on all of a machine's addresses."""
+
+    port: Port | None = Field(9000, description="none: no gRPC")
+
+
+class Limits(_Settings):
+    """What is refused, and what is given up."""
+
+    body_bytes: PositiveInt = Field(4 * 1024 * 1024, description="largest HTTP body and gRPC message")
+    # Serve counts those that are being sent to a replica too: far below this, a burst would be refused that has room.
+    queue: PositiveInt = Field(256, description="requests that may wait, per model and ingress replica; more: 429")
+    request_timeout_s: PositiveFloat = Field(600.0, description="for a whole request, its stream included")
+    drain_s: PositiveFloat = Field(
+        630.0, description="for the streams of a replica that goes away; then others take them over"
+    )
+
+
+class ServeConfig(_Settings):
+    """Everything that is served. Without arguments: the bundled pair."""
+
+    models: tuple[ModelOptions, ...] = Field(default_factory=lambda: (bundled_model(),), min_length=1)
+    http: HttpOptions = HttpOptions()
+    grpc: GrpcOptions = GrpcOptions()
+    limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _no_clashes(self) -> Self:
+        names = [model.name for model in self.models]
+        if len(set(names)) < len(names):
+            raise ValueError(f"models: two have the name {next(name for name in names if names.count(name) > 1)}")
+        if self.http.port == self.grpc.port:
+            raise ValueError(f"grpc.port: {self.grpc.port} is the HTTP port")
+        for model in self.models:
+            first, last = model.draft.ports if model.draft is not None else (0, 0)
+            if taken := [port for port in (self.http.port, self.grpc.port) if port and first <= port <= last]:
+                raise ValueError(f"models: the draft ports of {model.name} include {taken[0]}, which the API has")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """As plain values, for Serve, which logs and shows them: API keys are replaced by their digests."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        values["http"]["api_keys"] = [hidden(key.get_secret_value()) for key in self.http.api_keys]
+        return values
+
+
+def bundled_model() -> ModelOptions:
+    """The bundled pair."""
+    target, draft = MODELS / "code-target", MODELS / "code-draft"
+    return ModelOptions(name="code", target=TargetOptions(checkpoint=target), draft=DraftOptions(checkpoint=draft))
+
+
+def load_config(path: Path) -> ServeConfig:
+    """Reads a YAML file: a ServeConfig, or one of Serve's own with the same under its application's `args`.
+
+    Raises ConfigError.
+    """
+    try:
+        values: Any = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return parse_config(_our_arguments(values) if "applications" in values else values)
+
+
+def chosen_config(
+    path: Path | None,
+    target: Path | None,
+    draft: Path | None,
+    dtype: Dtype,
+    invariant: bool,
+    host: str | None,
+    port: int | None,
+    grpc_port: int | None,
+) -> ServeConfig:
+    """A file, or one pair of models (the bundled one if none is named), with addresses of its own. Raises ConfigError."""
+    config = load_config(path) if path is not None else ServeConfig()
+    if path is not None and (target or draft or dtype != "auto" or invariant):
+        raise ConfigError("--target, --draft, --dtype and --invariant say what a --config says: give one or the other")
+    values = config.arguments()
+    if path is None:
+        (model,) = values["models"]
+        if target is not None:
+            model["name"], model["target"]["checkpoint"] = target.absolute().name, str(target)
+            model["draft"] = model["draft"] if draft is not None else None
+        if draft is not None:
+            model["draft"]["checkpoint"] = str(draft)
+        model["target"].update(dtype=dtype, invariant=invariant)
+        if model["draft"] is not None:
+            model["draft"]["dtype"] = dtype
+    values["http"].update({"host": host or config.http.host, "port": port or config.http.port})
+    values["grpc"].update({"port": grpc_port or config.grpc.port})
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> ServeConfig:
+    """A configuration from plain values; raises ConfigError."""
+    try:
+        return ServeConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            what = "there is no such setting"
+        raise ConfigError(f"{where}: {what}" if where else what) from None
+
+
+def check_config(config: ServeConfig) -> None:
+    """What can be told without loading a model; raises ConfigError."""
+    for index, model in enumerate(config.models):
+        where = f"models.{index}"
+        target = _check_model(f"{where}.target.checkpoint", model.target.checkpoint)
+        if model.draft is not None and model.draft.checkpoint is not None:
+            draft = _check_model(f"{where}.draft.checkpoint", model.draft.checkpoint)
+            sizes = target["vocab_size"], draft["vocab_size"]
+            if sizes[0] != sizes[1]:
+                raise ConfigError(
+                    f"{where}.draft: vocabularies differ: {sizes[0]} tokens in the target, {sizes[1]} here"
+                )
+        if not (model.target.checkpoint / "tokenizer.json").is_file():
+            raise ConfigError(f"{where}.target.checkpoint: {model.target.checkpoint} has no tokenizer.json")
+    files = {"tls_certificate": config.http.tls_certificate, "tls_key": config.http.tls_key}
+    for name, path in {**files, "api_keys_file": config.http.api_keys_file}.items():
+        if path is not None and not path.is_file():
+            raise ConfigError(f"http.{name}: there is no file {path}")
+    if config.http.api_keys_file is not None and not config.http.keys():
+        raise ConfigError("http.api_keys_file: it holds no key")
+
+
+def _check_model(where: str, path: Path) -> dict[str, Any]:
+    try:
+        return check_checkpoint(path)
+    except ModelError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _our_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the one application of ours in a configuration of Serve's."""
+    applications: Iterable[Any] = values["applications"] or []
+    ours = [each for each in applications if isinstance(each, dict) and each.get("import_path") == BUILDER]
+    if len(ours) != 1:
+        raise ConfigError(f"applications: {len(ours)} have the import_path {BUILDER}; there must be one")
+    arguments: Any = ours[0].get("args") or {}
+    if not isinstance(arguments, dict):
+        raise ConfigError("applications: args holds no settings")
+    return arguments

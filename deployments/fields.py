@@ -1,0 +1,233 @@
+"""What a client may ask for, whatever the protocol: the one validator of HTTP, gRPC and the command line."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from transformers import PreTrainedTokenizerFast
+
+from deployments.schemas import check_schema
+from engine.grammar import GrammarState, Vocabulary
+from engine.noise import derive_seed
+from engine.processors import check_known
+from engine.text import word_tokens
+from engine.types import MAX_BAD_WORDS, GenerationRequest, Grammar, InvalidRequest, SamplingParams, require
+
+MAX_SAMPLES = 8
+MAX_STOP_CHARACTERS = 1000  # of one stop string
+MAX_WORD_CHARACTERS = 1000  # of one bad word
+_DRAWN_SEEDS = 2**53  # seeds drawn here stay exact in clients that read numbers as doubles
+
+Model = TypeVar("Model", bound=BaseModel)
+Served = TypeVar("Served")
+Int = Annotated[int, Strict()]
+Number = Annotated[float, Strict()]  # integers too
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt, or prompt and output together, is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModel(LookupError):
+    """No model of this name is served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """What the validator has to know of a model."""
+
+    tokenizer: PreTrainedTokenizerFast
+    context: int  # tokens that one request may come to, prompt and output together
+    vocab_size: int
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Its tokens as grammars see them."""
+        return Vocabulary(self.tokenizer, self.vocab_size)
+
+    @cached_property
+    def longest_prompt(self) -> int:
+        """Characters: no longer text has few enough tokens."""
+        return self.context * max(len(token) for token in self.tokenizer.get_vocab())
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _known_prompt(value: Any) -> Any:
+    if not isinstance(value, str | list | tuple):
+        raise ValueError("must be a string or a list of token ids")
+    return value
+
+
+def _biases(value: Any) -> Any:
+    """Keys are token ids, which JSON can only write as strings."""
+    if not isinstance(value, Mapping):
+        raise ValueError("must map token ids to biases")
+    if not all(isinstance(key, int) or (key.isascii() and key.isdigit() and len(key) < 10) for key in value):
+        raise ValueError("its keys must be token ids")
+    if len({int(key) for key in value}) < len(value):
+        raise ValueError("one bias for each token")
+    return {int(key): bias for key, bias in value.items()}
+
+
+class NullsAreAbsent(BaseModel):
+    """A model whose fields can be given as null: they have their defaults then."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        return (
+            {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+        )
+
+
+class Sampling(NullsAreAbsent):
+    """How tokens are chosen, as every protocol names it. Ranges are checked in `make_requests`, with the model."""
+
+    model: Text | None = None  # None: the only one
+    min_tokens: Int = 0
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Int = 0  # 0: no limit
+    min_p: Number = 0.0
+    seed: Int | None = None  # None: drawn at random
+    n: Annotated[Int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed, Text | list[Text])] = ()
+    stop_token_ids: tuple[Int, ...] = ()
+    ignore_eos: Flag = False
+    repetition_penalty: Number = 1.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    logit_bias: Annotated[dict[Int, Number], BeforeValidator(_biases, dict[Text, Number])] = Field(default_factory=dict)
+    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_listed, Text | list[Text])] = ()
+
+
+class GenerationFields(Sampling):
+    """Every field of a request to generate, with its default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    prompt: Annotated[Text | tuple[Int, ...], BeforeValidator(_known_prompt)]
+    max_tokens: Int | None = None  # None: as many as the context has room for
+    logprobs: Int | None = None  # report each token's log probability, and of so many likeliest ones
+    grammar: Grammar | None = None
+
+
+def validated(kind: type[Model], values: Any) -> Model:
+    """`values` as this model. Raises InvalidRequest with the first thing that is wrong, naming the client's field."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    path = first["loc"]
+    param = str(path[0]) if path else "body"
+    inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
+    raise InvalidRequest(param, f"{inner.lstrip('.')} {_plain(first['msg'])}".strip())
+
+
+def _plain(message: str) -> str:
+    """A message of pydantic's as the others here are."""
+    message = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    return message[:1].lower() + message[1:]
+
+
+def find_model(models: Mapping[str, Served], name: str | None) -> Served:
+    """The model of this name, or the only one there is. Raises UnknownModel or InvalidRequest."""
+    if name is None:
+        require(len(models) == 1, "model", "must name one of the models that are served")
+        return next(iter(models.values()))
+    if name not in models:
+        raise UnknownModel("no model of this name is served")
+    return models[name]
+
+
+def prompt_tokens(prompt: str | tuple[int, ...], model: TextModel) -> tuple[int, ...]:
+    """The token ids of a prompt. Raises InvalidRequest, or ContextExceeded when no output would fit behind it."""
+    if isinstance(prompt, str) and len(prompt) > model.longest_prompt:  # to tokenize it would be work for nothing
+        raise ContextExceeded("prompt", f"has {len(prompt)} characters; the model's context is {model.context} tokens")
+    tokens = tuple(model.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
+    require(bool(prompt) and bool(tokens), "prompt", "must not be empty")
+    known = min(tokens) >= 0 and max(tokens) < model.vocab_size
+    require(known, "prompt", f"token ids must be between 0 and {model.vocab_size - 1}")
+    if len(tokens) >= model.context:
+        raise ContextExceeded("prompt", f"has {len(tokens)} tokens; the model's context is {model.context}")
+    return tokens
+
+
+def draw_seed() -> int:
+    """A seed at random."""
+    return secrets.randbelow(_DRAWN_SEEDS)
+
+
+def make_requests(
+    fields: GenerationFields, model: TextModel, request_id: str, salt: bytes = b"", trusted: bool = False
+) -> list[GenerationRequest]:
+    """One request for each of the `n` samples; sample i has the seed `derive_seed(seed, i)`.
+
+    Tokenizes and compiles grammars: not for an event loop's thread. trusted: the grammar may be a regular expression
+    or EBNF, which is not for the network. Raises InvalidRequest or ContextExceeded; no other error.
+    """
+    prompt = prompt_tokens(fields.prompt, model)
+    limit = model.context - len(prompt) if fields.max_tokens is None else fields.max_tokens
+    if len(prompt) + limit > model.context:
+        total = f"{len(prompt)} prompt tokens and {limit} new ones make {len(prompt) + limit}"
+        raise ContextExceeded("max_tokens", f"{total}; the model's context is {model.context}")
+    seed = draw_seed() if fields.seed is None else fields.seed
+    params = _params(fields, model.tokenizer, limit, seed)
+    require(all(token >= 0 for token in params.stop_token_ids), "stop_token_ids", "token ids must not be negative")
+    check_known(params, model.vocab_size)
+    if params.grammar is not None:
+        _check_grammar(params.grammar, model, trusted)
+    samples = [replace(params, seed=derive_seed(seed, sample)) for sample in range(fields.n)]
+    return [
+        GenerationRequest(f"{request_id}-{sample}", prompt, params, salt=salt) for sample, params in enumerate(samples)
+    ]
+
+
+def _params(fields: GenerationFields, tokenizer: PreTrainedTokenizerFast, max_tokens: int, seed: int) -> SamplingParams:
+    short = all(len(stop) <= MAX_STOP_CHARACTERS for stop in fields.stop)
+    require(short, "stop", f"at most {MAX_STOP_CHARACTERS} characters each")
+    short = all(len(word) <= MAX_WORD_CHARACTERS for word in fields.bad_words)
+    require(short and len(fields.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} short ones")
+    require(all(fields.bad_words), "bad_words", "words must not be empty")
+    return SamplingParams(
+        fields.temperature,
+        fields.top_k,
+        fields.top_p,
+        fields.min_p,
+        seed,
+        max_tokens,
+        fields.stop,
+        fields.stop_token_ids,
+        fields.ignore_eos,
+        fields.min_tokens,
+        fields.repetition_penalty,
+        fields.presence_penalty,
+        fields.frequency_penalty,
+        tuple(fields.logit_bias.items()),
+        word_tokens(tokenizer, fields.bad_words),
+        fields.grammar,
+        fields.logprobs,
+    )
+
+
+def _check_grammar(grammar: Grammar, model: TextModel, trusted: bool) -> None:
+    """Raises InvalidRequest for a grammar that can't be used, or that nothing can follow."""
+    if not trusted:
+        require(grammar.kind in ("json_object", "json_schema"), "grammar", f"{grammar.kind} is not taken from clients")
+        if grammar.kind == "json_schema":
+            check_schema(grammar.text)
+    state = GrammarState(model.vocabulary.compile(grammar), set(), model.vocab_size)
+    logits = torch.zeros(1, model.vocab_size)
+    state.mask(logits, [()])
+    require(bool((logits > -torch.inf).any()), "grammar", "nothing can follow it")

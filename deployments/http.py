@@ -1,0 +1,304 @@
+"""OpenAI's API over HTTP, as an ASGI application: what clients ask for, checked, run, and answered."""
+
+import asyncio
+import inspect
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from deployments import openai
+from deployments import openai_answers as shapes
+from deployments.answers import Answer, ChatAnswer, CompletionAnswer, Job
+from deployments.asgi import MAX_BODY, ClientGone, EventStream, read_json, unless_gone
+from deployments.chat import TaggedCalls, WholeCall, chat_prompt, forced_call
+from deployments.errors import FORESEEN, ApiError, ErrorBody, as_api_error
+from deployments.fields import GenerationFields, Sampling, draw_seed, find_model, make_requests, validated
+from deployments.keys import ApiKeys, bearer
+from deployments.logprobs import TokenTexts
+from deployments.service import ServedModel, Service, Unavailable
+from engine.types import GenerationRequest, InvalidRequest, require
+
+Ready = Callable[[], bool | Awaitable[bool]]
+BODIES = (openai.CompletionRequest, openai.ChatRequest, openai.TokenizeRequest, openai.DetokenizeRequest)
+_CLIENT_GONE = 499
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """How the API is served."""
+
+    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    cors_origins: tuple[str, ...] = ()  # of pages whose scripts may ask; "*" for all
+    max_body: int = MAX_BODY  # bytes
+
+
+def make_app(
+    models: Mapping[str, ServedModel],
+    settings: HttpSettings | None = None,
+    service: Service | None = None,
+    ready: Ready = lambda: True,
+) -> FastAPI:
+    """The application. models: by the names that clients use; ready: whether a request could be answered now."""
+    settings = settings or HttpSettings()
+    app = FastAPI(title="Paceline", version=_version(), description="OpenAI's API, served by speculative decoding.")
+    api = Api(models, service or Service(), settings)
+    app.include_router(_open_routes(ready))
+    app.include_router(_guarded_routes(api))
+    _handle_errors(app)
+    if settings.cors_origins:
+        origins = list(settings.cors_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+class Api:
+    """What is asked for, by route."""
+
+    def __init__(self, models: Mapping[str, ServedModel], service: Service, settings: HttpSettings) -> None:
+        self._models, self._service, self._max_body = models, service, settings.max_body
+        self._keys = ApiKeys(settings.api_keys)
+        self._texts: dict[str, TokenTexts] = {}  # by model
+
+    async def authorize(self, request: Request) -> None:
+        """Lets a request pass whose key is right; raises Unauthorized. The salt of its tenant is kept with it."""
+        request.state.salt = self._keys.salt(bearer(request.headers.get("authorization")))
+
+    async def list_models(self) -> shapes.ModelList:
+        """The models that are served."""
+        return shapes.ModelList(data=[_card(model) for model in self._models.values()])
+
+    async def show_model(self, name: str) -> shapes.ModelCard:
+        """One of them."""
+        return _card(find_model(self._models, name))
+
+    async def completions(self, request: Request) -> Response:
+        """Continues prompts."""
+        body = _parsed(openai.CompletionRequest, await read_json(request, self._max_body))
+        model = find_model(self._models, body.model)
+        with _named({"grammar": "response_format"}):
+            job, echo = await asyncio.to_thread(_completion_job, body, model, request.state.salt)
+        return await self._answer(request, body, CompletionAnswer(job, self._texts_of(model), echo))
+
+    async def chat(self, request: Request) -> Response:
+        """Goes on with a conversation."""
+        body = _parsed(openai.ChatRequest, await read_json(request, self._max_body))
+        model = find_model(self._models, body.model)
+        limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        grammar = "response_format" if body.tool_choice in ("none", "auto") else "tools"
+        with _named({"prompt": "messages", "logprobs": "top_logprobs", "grammar": grammar, "max_tokens": limit}):
+            job = await asyncio.to_thread(_chat_job, body, model, request.state.salt)
+        readers = [_reader(body) for _ in job.requests]
+        return await self._answer(request, body, ChatAnswer(job, self._texts_of(model), readers))
+
+    async def tokenize(self, request: Request) -> Response:
+        """A text, or a conversation, as token ids."""
+        body = validated(openai.TokenizeRequest, await read_json(request, self._max_body))
+        require((body.prompt is None) != (body.messages is None), "prompt", "give either a prompt or messages")
+        model = find_model(self._models, body.model)
+        tokens = await asyncio.to_thread(_tokens, body, model)
+        answer = shapes.Tokenized(count=len(tokens), max_model_len=model.context, tokens=tokens)
+        if body.return_token_strs:
+            answer.token_strs = [str(token) for token in model.tokenizer.convert_ids_to_tokens(tokens)]
+        return JSONResponse(answer.model_dump())
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids as a text."""
+        body = validated(openai.DetokenizeRequest, await read_json(request, self._max_body))
+        model = find_model(self._models, body.model)
+        known = all(0 <= token < model.vocab_size for token in body.tokens)
+        require(known, "tokens", f"token ids must be between 0 and {model.vocab_size - 1}")
+        text = await asyncio.to_thread(model.tokenizer.decode, list(body.tokens))
+        return JSONResponse(shapes.Detokenized(prompt=str(text)).model_dump())
+
+    async def _answer(
+        self, request: Request, body: openai.CompletionRequest | openai.ChatRequest, answer: Answer
+    ) -> Response:
+        """Runs the job. Until there is something to say, failures are statuses; in a stream they are events."""
+        job = answer.job
+        pieces = self._service.run_all(job.model, job.requests, body.paceline.timeout_s)
+        if not body.stream:
+            text = await unless_gone(request, answer.whole(pieces))
+            return Response(text, media_type="application/json", headers={"X-Request-Id": job.id})
+        events = answer.events(pieces)
+        try:
+            first = await unless_gone(request, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(first, events, lambda error: as_api_error(error).body, job.id)
+
+    def _texts_of(self, model: ServedModel) -> TokenTexts:
+        return self._texts.setdefault(model.name, TokenTexts(model.tokenizer))
+
+
+# --- from bodies to jobs
+
+
+def _parsed(kind: type[Any], values: dict[str, Any]) -> Any:
+    openai.refuse_unsupported(values)
+    body = validated(kind, values)
+    body.check()
+    return body
+
+
+@contextmanager
+def _named(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives fields that are refused inside the names that the client knows."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise type(error)(names.get(error.param, error.param), error.message) from None
+
+
+def _fields(body: Sampling, **given: Any) -> GenerationFields:
+    sampling = {name: getattr(body, name) for name in Sampling.model_fields}
+    return validated(GenerationFields, {**sampling, **given})
+
+
+def _job(
+    kind: str,
+    model: ServedModel,
+    requests: list[GenerationRequest],
+    body: openai.CompletionRequest | openai.ChatRequest,
+) -> Job:
+    stats = body.paceline.stats
+    return Job(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model, requests, body.n, body.include_usage, stats)
+
+
+def _completion_job(body: openai.CompletionRequest, model: ServedModel, salt: bytes) -> tuple[Job, list[str]]:
+    """The job, and what each text of it begins with. Raises InvalidRequest."""
+    request_id = uuid.uuid4().hex
+    seed = draw_seed() if body.seed is None else body.seed
+    given = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "grammar": body.grammar(), "seed": seed}
+    requests, echo = [], []
+    for at, prompt in enumerate(body.prompt):
+        requests += make_requests(_fields(body, prompt=prompt, **given), model, f"{request_id}-{at}", salt)
+        written = prompt if isinstance(prompt, str) else str(model.tokenizer.decode(list(prompt)))
+        echo += [written if body.echo else ""] * body.n
+    return _job("cmpl", model, requests, body), echo
+
+
+def _chat_job(body: openai.ChatRequest, model: ServedModel, salt: bytes) -> Job:
+    """Raises InvalidRequest."""
+    tools = () if body.tool_choice == "none" else body.tools
+    fields = _fields(
+        body,
+        prompt=chat_prompt(model, body.messages, tools),
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=forced_call(body) or body.grammar(),
+    )
+    return _job("chatcmpl", model, make_requests(fields, model, uuid.uuid4().hex, salt), body)
+
+
+def _reader(body: openai.ChatRequest) -> TaggedCalls | WholeCall | None:
+    if not body.tools or body.tool_choice == "none":
+        return None
+    return TaggedCalls() if body.tool_choice == "auto" else WholeCall()
+
+
+def _tokens(body: openai.TokenizeRequest, model: ServedModel) -> list[int]:
+    if body.messages is not None:
+        return list(chat_prompt(model, body.messages))
+    return list(model.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
+
+
+def _card(model: ServedModel) -> shapes.ModelCard:
+    return shapes.ModelCard(id=model.name, created=model.created, max_model_len=model.context)
+
+
+# --- the application around them
+
+
+def _open_routes(ready: Ready) -> APIRouter:
+    """What is asked without a key."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        """The server runs."""
+        return {"status": "ok"}
+
+    @router.get("/ready", responses={503: {"model": ErrorBody}})
+    async def is_ready() -> dict[str, str]:
+        """A request could be answered now."""
+        answer = ready()
+        if not (await answer if inspect.isawaitable(answer) else answer):
+            raise Unavailable
+        return {"status": "ready"}
+
+    @router.get("/version")
+    async def show_version() -> dict[str, str]:
+        """Of Paceline."""
+        return {"version": _version()}
+
+    return router
+
+
+def _guarded_routes(api: Api) -> APIRouter:
+    """What is asked with a key, where keys are configured."""
+    router = APIRouter(dependencies=[Depends(api.authorize)], responses={"4XX": {"model": ErrorBody}})
+    router.add_api_route("/v1/models", api.list_models)
+    router.add_api_route("/v1/models/{name:path}", api.show_model)
+    posts = {
+        "/v1/completions": (api.completions, openai.CompletionRequest, shapes.Completion),
+        "/v1/chat/completions": (api.chat, openai.ChatRequest, shapes.ChatCompletion),
+        "/tokenize": (api.tokenize, openai.TokenizeRequest, shapes.Tokenized),
+        "/detokenize": (api.detokenize, openai.DetokenizeRequest, shapes.Detokenized),
+    }
+    for path, (handler, body, answer) in posts.items():
+        schema = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+        extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
+        router.add_api_route(path, handler, methods=["POST"], responses={200: {"model": answer}}, openapi_extra=extra)
+    return router
+
+
+def _handle_errors(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response
+
+    async def nobody(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_GONE)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return ApiError(400, "the address or its query is not as documented").response
+
+    for kind in (*FORESEEN, Exception):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(RequestValidationError, refuse)
+    app.add_exception_handler(ClientGone, nobody)
+    app.add_exception_handler(ClientDisconnect, nobody)
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document: bodies are read by hand, so their schemas are added here."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, bodies = models_json_schema(
+        [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+    )
+    schemas = document["components"]["schemas"]
+    document["components"]["schemas"] = {**bodies["$defs"], **schemas}
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # never sent
+    return document
+
+
+def _version() -> str:
+    try:
+        return version("paceline")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,46 @@
+"""API keys: who may ask, and whose cache a request may share."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+
+_DIGEST = "sha256:"  # before a key's digest, in place of the key
+
+
+def hidden(key: str) -> str:
+    """The same key as its digest, which is no key itself: for configurations that are logged and shown."""
+    if re.fullmatch(f"{_DIGEST}[0-9a-f]{{64}}", key):
+        return key
+    return _DIGEST + hashlib.sha256(key.encode()).hexdigest()
+
+
+class Unauthorized(Exception):
+    """No key was presented, or none of those that are configured."""
+
+
+class ApiKeys:
+    """The keys that are configured; without any, everybody may ask."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        """keys: each as it is, or as `hidden` gives it."""
+        self._digests = [bytes.fromhex(hidden(key).removeprefix(_DIGEST)) for key in keys]
+
+    def salt(self, presented: str | None) -> bytes:
+        """The salt of the tenant with this key, for GenerationRequest; b"" without keys. Raises Unauthorized.
+
+        All keys are compared, each in constant time: how long it takes tells nothing.
+        """
+        if not self._digests:
+            return b""
+        digest = hashlib.sha256((presented or "").encode("utf-8", "surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if presented is None or not any(matches):
+            raise Unauthorized
+        return hashlib.sha256(b"salt" + digest).digest()[:16]
+
+
+def bearer(header: str | None) -> str | None:
+    """The key in an Authorization header's value."""
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None

@@ -1,0 +1,74 @@
+"""Log probabilities with the text of their tokens, in OpenAI's two shapes."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tokenizers.decoders import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from deployments.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from engine.types import TokenLogprobs
+
+_LOWEST = -9999.0  # JSON has no -inf
+
+
+class TokenTexts:
+    """Single tokens as text and as bytes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = isinstance(tokenizer.backend_tokenizer.decoder, ByteLevel)
+        self.text = lru_cache(maxsize=None)(self._text)
+
+    def _text(self, token: int) -> str:
+        """What a token alone stands for; a part of a character is the replacement character."""
+        return str(self._tokenizer.decode([token]))
+
+    def bytes(self, token: int) -> list[int]:
+        """The bytes of a token, also when they are a part of a character."""
+        written = str(self._tokenizer.convert_ids_to_tokens(token))
+        if self._byte_level and all(character in _BYTES for character in written):
+            return [_BYTES[character] for character in written]
+        return list(self.text(token).encode())
+
+    def completion(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    ) -> tuple[CompletionLogprobs, int]:
+        """As /v1/completions has them, and where the text of the next token begins; `offset`: where this one does."""
+        texts = [self.text(token) for token in tokens]
+        offsets = [offset]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        shape = CompletionLogprobs(
+            tokens=texts,
+            token_logprobs=[_finite(entry.chosen) for entry in logprobs],
+            top_logprobs=[{self.text(t): _finite(value) for t, value in entry.top} for entry in logprobs],
+            text_offset=offsets[:-1],
+        )
+        return shape, offsets[-1]
+
+    def chat(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """As /v1/chat/completions has them."""
+        content = []
+        for token, entry in zip(tokens, logprobs, strict=True):
+            top = [self._top(other, value) for other, value in entry.top]
+            own = self._top(token, entry.chosen)
+            content.append(TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _top(self, token: int, value: float) -> TopLogprob:
+        return TopLogprob(token=self.text(token), logprob=_finite(value), bytes=self.bytes(token))
+
+
+def _finite(value: float) -> float:
+    return max(value, _LOWEST)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes with (Radford et al. 2019, GPT-2's encoder.py)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_alphabet()

@@ -1,0 +1,265 @@
+"""The requests of OpenAI's API, as far as they are served. Unknown fields are ignored."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from deployments.fields import Flag, Int, NullsAreAbsent, Number, Sampling, Text
+from engine.types import MAX_LOGPROBS, Grammar, InvalidRequest, require
+
+MAX_PROMPTS = 32  # of one request
+MAX_TOOLS = 128
+UNSUPPORTED = (  # fields that would change the output, and are not done here: better refused than ignored
+    *("suffix", "functions", "function_call", "prompt_logprobs", "use_beam_search", "logits_processors"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex"),
+    *("modalities", "audio", "prediction", "chat_template", "echo_logprobs", "prompt_embeds"),
+)
+
+
+class StreamOptions(NullsAreAbsent):
+    """Of a streamed answer."""
+
+    include_usage: Flag = False
+
+
+class PacelineOptions(NullsAreAbsent):
+    """What Paceline adds to OpenAI's requests."""
+
+    stats: Flag = False  # answer with the seed used, and with what speculation did
+    timeout_s: Annotated[Number, Field(gt=0)] | None = None  # when shorter than the server's own
+
+
+class JsonSchemaFormat(NullsAreAbsent):
+    """A named schema."""
+
+    name: Text = "output"
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: Flag = True  # the output follows the schema in any case
+
+
+class ResponseFormat(NullsAreAbsent):
+    """What the output has to look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Raises InvalidRequest."""
+        if self.type != "json_schema":
+            return Grammar("json_object") if self.type == "json_object" else None
+        require(self.json_schema is not None, "response_format", "json_schema is missing")
+        return Grammar("json_schema", json.dumps(self.json_schema.schema_)) if self.json_schema else None
+
+
+def _top_k(value: Any) -> Any:
+    return 0 if value == -1 else value  # as vLLM's clients write "no limit"
+
+
+class _Request(Sampling):
+    top_k: Annotated[Int, BeforeValidator(_top_k, Int)] = 0
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    best_of: Int | None = None  # taken when it changes nothing
+    paceline: PacelineOptions = PacelineOptions()
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def grammar(self) -> Grammar | None:
+        """What the output has to look like. Raises InvalidRequest."""
+        return self.response_format.grammar() if self.response_format is not None else None
+
+    def check(self) -> None:
+        """What fields say together. Raises InvalidRequest."""
+        require(self.stream or self.stream_options is None, "stream_options", "only with stream")
+        require(self.best_of in (None, self.n), "best_of", "is not supported beyond n")
+
+
+def refuse_unsupported(values: dict[str, Any]) -> None:
+    """Raises InvalidRequest for a field that means something, but nothing here."""
+    for name in UNSUPPORTED:
+        if values.get(name):
+            raise InvalidRequest(name, "is not supported")
+
+
+# --- /v1/completions
+
+
+def _prompts(value: Any) -> Any:
+    """One or several prompts, each a text or token ids, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a text, token ids, or a list of one kind of them, and not empty")
+    if not isinstance(value[0], str | list):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts")
+    if len({type(prompt) for prompt in value}) > 1:
+        raise ValueError("all prompts must be texts, or all token ids")
+    return value
+
+
+_PromptForms = Text | list[Int] | list[Text] | list[list[Int]]
+
+
+def _one_prompt(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a text or a list of token ids")
+    return value
+
+
+_Prompt = Annotated[Text | tuple[Int, ...], BeforeValidator(_one_prompt)]
+
+
+class CompletionRequest(_Request):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[tuple[_Prompt, ...], BeforeValidator(_prompts, _PromptForms)]
+    max_tokens: Int = 16
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: Flag = False  # the prompt comes first in the text
+
+    def check(self) -> None:
+        """See _Request."""
+        super().check()
+        require(not (self.echo and self.logprobs is not None), "echo", "has no log probabilities of the prompt")
+
+
+# --- /v1/chat/completions
+
+
+class FunctionCall(NullsAreAbsent):
+    """A function with its arguments."""
+
+    name: Text
+    arguments: Text  # JSON
+
+
+class ToolCall(NullsAreAbsent):
+    """A call that the model asks for."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+def _text_parts(value: Any) -> Any:
+    """Content as one text; parts of other kinds are not taken."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a text or a list of parts")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('its parts must be {"type": "text", "text": ...}')
+    return "".join(part["text"] for part in value)
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(NullsAreAbsent):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text, BeforeValidator(_text_parts, Text | list[TextPart])] | None = None
+    name: Text | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing")
+        return self
+
+
+class Function(NullsAreAbsent):
+    """What can be called."""
+
+    name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: Flag = False
+
+
+class Tool(NullsAreAbsent):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(BaseModel):
+    """Which one."""
+
+    name: Text
+
+
+class NamedTool(BaseModel):
+    """The tool that has to be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) or value in ("none", "auto", "required"):
+        return value
+    raise ValueError("must be 'none', 'auto', 'required' or name a function")
+
+
+class ChatRequest(_Request):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    max_tokens: Int | None = None  # None: as many as the context has room for
+    max_completion_tokens: Int | None = None  # the newer name
+    logprobs: Flag = False
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS)] = ()
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_tool_choice, Text | NamedTool)
+    ] = "auto"
+
+    def check(self) -> None:
+        """See _Request."""
+        super().check()
+        require(self.logprobs or self.top_logprobs is None, "top_logprobs", "only with logprobs")
+        forced = self.tool_choice not in ("none", "auto")
+        require(bool(self.tools) or not forced, "tool_choice", "only with tools")
+        names = [tool.function.name for tool in self.tools]
+        require(len(set(names)) == len(names), "tools", "each function needs a name of its own")
+        if isinstance(self.tool_choice, NamedTool):
+            require(
+                self.tool_choice.function.name in names, "tool_choice", "names a function that is not among the tools"
+            )
+
+
+# --- the others
+
+
+class TokenizeRequest(NullsAreAbsent):
+    """The body of POST /tokenize: a prompt, or messages as the chat template writes them."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)] | None = None
+    add_special_tokens: Flag = True  # of prompts
+    return_token_strs: Flag = False
+
+
+class DetokenizeRequest(NullsAreAbsent):
+    """The body of POST /detokenize."""
+
+    model: Text | None = None
+    tokens: tuple[Int, ...]

@@ -1,0 +1,79 @@
+"""Which JSON schemas are taken from clients: those that the grammar follows to the letter, and that compile fast.
+
+xgrammar ignores what it does not know; a client would take the output for checked.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from engine.types import InvalidRequest, require
+
+MAX_PROPERTIES = 500  # of all objects in a schema together
+MAX_DEPTH = 64
+MAX_LENGTHS = 5000  # bounds of lengths and counts, of all of a schema together: more take seconds to compile
+_NAMED = ("properties", "$defs", "definitions")  # keywords whose keys are names of the client's
+_VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
+_EXPRESSIONS = ("pattern", "patternProperties")
+_IGNORED = (
+    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas"),
+    *("contains", "uniqueItems", "multipleOf", "propertyNames"),
+)
+_BOUNDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+def check_schema(text: str) -> None:
+    """Raises InvalidRequest, naming `grammar`, for a schema that can't be followed."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("grammar", "the schema is not JSON") from None
+    properties = lengths = 0
+    for node in _schemas(schema, 0):
+        _check_node(node)
+        properties += len(node.get("properties", ()))
+        lengths += max(node.get(key, 0) for key in _BOUNDS)
+    require(properties <= MAX_PROPERTIES, "grammar", f"at most {MAX_PROPERTIES} properties")
+    require(lengths <= MAX_LENGTHS, "grammar", f"its lengths and counts may add up to {MAX_LENGTHS}")
+
+
+def _schemas(node: Any, depth: int) -> Iterator[dict[str, Any]]:
+    """Every schema inside a schema, itself first. Raises InvalidRequest when it is nested too deep."""
+    require(depth <= MAX_DEPTH, "grammar", "the schema is nested too deep")
+    if isinstance(node, list):
+        for item in node:
+            yield from _schemas(item, depth + 1)
+    if not isinstance(node, dict):
+        return
+    yield node
+    for key, value in node.items():
+        if key in _NAMED and isinstance(value, dict):
+            for named in value.values():
+                yield from _schemas(named, depth + 1)
+        elif key not in _VALUES:
+            yield from _schemas(value, depth + 1)
+
+
+def _check_node(node: dict[str, Any]) -> None:
+    for key in _EXPRESSIONS:
+        require(key not in node, "grammar", f"regular expressions ({key}) are not taken from clients")
+    for key in _IGNORED:
+        require(node.get(key, False) is False, "grammar", f"{key} is not supported in a schema")
+    for key in _BOUNDS:
+        require(isinstance(node.get(key, 0), int), "grammar", f"{key} must be a number")
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = node.get(key, [{}])
+        require(isinstance(options, list) and bool(options), "grammar", f"{key} must be a list of schemas")
+    require(len(node.get("allOf", [{}])) == 1, "grammar", "allOf takes one schema")
+    require(str(node.get("$ref", "#")).startswith("#"), "grammar", "$ref must point into the schema, with #")
+    _check_required(node)
+
+
+def _check_required(node: dict[str, Any]) -> None:
+    required, properties = node.get("required", []), node.get("properties", {})
+    shaped = isinstance(required, list) and isinstance(properties, dict)
+    require(shaped, "grammar", "required must be a list of names, properties an object")
+    if node.get("additionalProperties") is False:
+        require(
+            set(map(str, required)) <= set(properties), "grammar", "a required property is not among the properties"
+        )

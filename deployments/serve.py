@@ -1,0 +1,202 @@
+"""`paceline serve`: starts Ray, deploys the configured models through Serve's config schema, and drains them at the end.
+
+The schema rather than `serve.run`, since the policy that sees targets and drafts together belongs to the application.
+"""
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from rich.console import Console
+
+from cluster.local import start_ray
+from deployments.app import registry_name
+from deployments.config import BUILDER, ConfigError, HttpOptions, ServeConfig
+from deployments.ingress import GRPC_SERVICERS
+
+APPLICATION = "paceline"
+_POLL_S = 0.2
+_LOOPBACK = "127.0.0.1"
+Progress = Callable[[str], None]
+
+
+class DeployError(RuntimeError):
+    """The application could not be started; the message says why in one line."""
+
+
+def serve_schema(config: ServeConfig) -> ServeDeploySchema:
+    """The configuration as Serve takes it, also from `serve deploy` and KubeRay."""
+    http = config.http
+    tls = {"ssl_certfile": http.tls_certificate, "ssl_keyfile": http.tls_key}
+    application = {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": BUILDER,
+        "autoscaling_policy": {"policy_function": "deployments.scaling:ApplicationPolicy"},
+        "args": config.arguments(),
+    }
+    values: dict[str, Any] = {
+        "http_options": {
+            "host": http.host,
+            "port": http.port,
+            "request_timeout_s": None,  # the application has limits of its own, and names them in its errors
+            **{name: str(path) for name, path in tls.items() if path is not None},
+        },
+        "grpc_options": {"port": config.grpc.port, "grpc_servicer_functions": list(GRPC_SERVICERS)}
+        if config.grpc.port
+        else {},
+        "applications": [application],
+    }
+    return ServeDeploySchema.model_validate(values)
+
+
+def check_ports(config: ServeConfig) -> None:
+    """Raises ConfigError when a port of the API can't be had on this machine."""
+    for name, host, port in (("http", config.http.host, config.http.port), ("grpc", "0.0.0.0", config.grpc.port)):
+        if port is None:
+            continue
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no hindrance
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ConfigError(f"{name}.port: {port} can't be had on {host}: {error.strerror}") from None
+
+
+def run_server(config: ServeConfig, address: str | None, console: Console) -> None:
+    """Serves until it is interrupted, then drains. address: of a Ray cluster to join; None: starts Ray here.
+
+    Raises DeployError, or what Ray raises.
+    """
+    with console.status("starting Ray") as status:
+        started = _join(address)
+        _let_interrupt()  # Ray has set handlers of its own
+        try:
+            deploy(config if address is not None else _local(config), lambda text: status.update(text))
+            status.stop()
+            print_ready(config, console)
+            _sleep()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            status.start()
+            status.update("finishing what runs; interrupt again to cut it short")
+            with suppress(KeyboardInterrupt, RayServeException):  # interrupted again, or Serve did not start
+                withdraw(config)
+            if started:
+                ray.shutdown()  # and Serve with it
+    console.print("stopped")
+
+
+def deploy(config: ServeConfig, progress: Progress) -> None:
+    """Deploys the application to the Ray cluster that this process is connected to, and waits until it runs.
+
+    Raises DeployError.
+    """
+    schema = serve_schema(config)
+    progress("starting Ray Serve")
+    serve.start(
+        proxy_location=schema.proxy_location,
+        http_options=schema.http_options.model_dump(),
+        grpc_options=schema.grpc_options.model_dump(),
+    )
+    _client().deploy_apps(schema)
+    while True:
+        application = serve.status().applications.get(APPLICATION)
+        if application is not None:
+            if application.status == ApplicationStatus.RUNNING:
+                return
+            if application.status == ApplicationStatus.DEPLOY_FAILED:
+                raise DeployError(
+                    _reason([application.message, *(d.message for d in application.deployments.values())])
+                )
+            waiting = [name for name, found in application.deployments.items() if found.status != "HEALTHY"]
+            progress(f"loading {', '.join(waiting)}" if waiting else "building the application")
+        time.sleep(_POLL_S)
+
+
+def withdraw(config: ServeConfig) -> None:
+    """Takes the application back: no new requests, what runs ends by itself, at most `limits.drain_s` later."""
+    _client().delete_apps([APPLICATION], blocking=False)
+    deadline = time.monotonic() + config.limits.drain_s + 10
+    while APPLICATION in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for model in config.models:
+        with suppress(ValueError):  # it never was
+            name = registry_name(model)
+            ray.kill(ray.get_actor(name.name, name.namespace))
+
+
+def print_ready(config: ServeConfig, console: Console) -> None:
+    """Where it is, and what to try."""
+    name, url = config.models[0].name, base_url(config.http)
+    names, grpc = ", ".join(model.name for model in config.models), config.grpc.port
+    console.print(f"[bold]ready[/bold]  {url}{f', gRPC on port {grpc}' if grpc else ''}  ({names})")
+    key = " -H 'Authorization: Bearer KEY'" if config.http.keys() else ""
+    body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": true}}'
+    console.print(
+        f"\n  curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", soft_wrap=True
+    )
+    console.print("[dim]Ctrl-C ends it[/dim]")
+
+
+def base_url(http: HttpOptions) -> str:
+    """Of the HTTP API, from this machine."""
+    host = {"0.0.0.0": _LOOPBACK, "::": "[::1]"}.get(http.host, f"[{http.host}]" if ":" in http.host else http.host)
+    return f"{'https' if http.tls_certificate else 'http'}://{host}:{http.port}"
+
+
+def _join(address: str | None) -> bool:
+    """Connects to Ray; whether it was started here."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if address is None:
+        return start_ray()
+    ray.init(address=address, log_to_driver=False)
+    return False
+
+
+def _local(config: ServeConfig) -> ServeConfig:
+    """The same with drafts that only this machine can reach: all replicas are on it."""
+    models = tuple(
+        model.model_copy(update={"draft": model.draft.model_copy(update={"host": model.draft.host or _LOOPBACK})})
+        if model.draft is not None
+        else model
+        for model in config.models
+    )
+    return config.model_copy(update={"models": models})
+
+
+def _client() -> Any:
+    return _get_global_client()
+
+
+def _reason(messages: list[str]) -> str:
+    """The line of Serve's messages, tracebacks among them, that says what was wrong."""
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    named = [line for line in lines if any(f"{name}:" in line for name in ("ConfigError", "ModelError", "LinkError"))]
+    return (named or lines or ["the application did not start"])[-1]
+
+
+def _sleep() -> NoReturn:
+    while True:
+        time.sleep(3600)
+
+
+def _let_interrupt() -> None:
+    """Has SIGTERM do what Ctrl-C does, and both in whatever shell this runs."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)

@@ -1,0 +1,195 @@
+"""The configuration of serving: what is refused, in one line that names the field, before anything loads."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from deployments import cli
+from deployments.app import build, registry_name
+from deployments.config import ConfigError, ServeConfig, check_config, chosen_config, load_config, parse_config
+from deployments.ingress import fingerprint
+from deployments.keys import ApiKeys, Unauthorized, hidden
+from deployments.serve import base_url, check_ports, serve_schema
+from tests import exact
+
+PAIR = {"name": "code", "target": {"checkpoint": str(exact.TARGET)}, "draft": {"checkpoint": str(exact.DRAFT)}}
+
+
+def changed(*path: str | int, to: Any) -> dict[str, Any]:
+    """The settings of one pair, with one value changed or added."""
+    values: dict[str, Any] = json.loads(json.dumps({"models": [PAIR], "http": {}, "grpc": {}, "limits": {}}))
+    place: Any = values
+    for part in path[:-1]:
+        place = place.setdefault(part, {}) if isinstance(part, str) else place[part]
+    place[path[-1]] = to
+    return values
+
+
+def write(path: Path, values: Any) -> Path:
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return path
+
+
+def test_without_settings_the_bundled_pair_is_served() -> None:
+    config = parse_config({})
+    check_config(config)
+    (model,) = config.models
+    assert (model.name, model.target.checkpoint, config.http.host) == ("code", exact.TARGET, "127.0.0.1")
+    assert (config.http.port, config.grpc.port) == (8000, 9000)
+    assert config == load_config_of(config)
+
+
+def load_config_of(config: ServeConfig) -> ServeConfig:
+    """The same, as Serve hands it to the builder."""
+    return parse_config(json.loads(json.dumps(config.arguments())))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("prot",), 1, "prot: there is no such setting"),
+        (("models", 0, "target", "windw"), 1, "models.0.target.windw: there is no such setting"),
+        (("models", 0, "target", "window_size"), 0, "models.0.target.window_size: Input should be greater than"),
+        (("models", 0, "target", "window"), "x", "models.0.target.window: Input should be 'goodput', 'chain' or"),
+        (("models", 0, "target", "scaling"), {"min_replicas": 3}, "min_replicas is 3, max_replicas 1"),
+        (("models", 0, "draft", "scaling"), {"ratio": 0}, "models.0.draft.scaling.ratio: Input should be greater"),
+        (("models", 0, "draft", "scaling"), {"ratio": 2, "max_replicas": 1}, "1 drafts at most, 2 for the fewest"),
+        (("models", 0, "draft", "ports"), [2, 1], "ports: the first is 2, the last 1"),
+        (("models", 0, "draft", "ports"), [8000, 8001], "the draft ports of code include 8000"),
+        (("models", 0, "name"), "a b", "models.0.name: String should match"),
+        (("models",), [], "models: Tuple should have at least 1 item"),
+        (("models",), [PAIR, PAIR], "models: two have the name code"),
+        (("http", "port"), 0, "http.port: Input should be greater than"),
+        (("http", "port"), 9000, "grpc.port: 9000 is the HTTP port"),
+        (("http", "tls_key"), "key.pem", "http: tls_certificate and tls_key go together"),
+        (("limits", "request_timeout_s"), float("nan"), "limits.request_timeout_s: Input should be"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(path: tuple[str | int, ...], value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(changed(*path, to=value))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_that_cannot_run_are_refused_before_anything_loads(tmp_path: Path) -> None:
+    def refused(values: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            build(parse_config(values))
+
+    refused(changed("models", 0, "target", "checkpoint", to=str(tmp_path)), r"models.0.target.checkpoint: no model at")
+    other = tmp_path / "other"
+    shutil.copytree(exact.DRAFT, other)
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 77}))
+    size = settings["vocab_size"]
+    wrong_pair = changed("models", 0, "draft", "checkpoint", to=str(other))
+    refused(wrong_pair, f"models.0.draft: vocabularies differ: {size} tokens in the target, 77 here")
+    (other / "model.safetensors").unlink()
+    refused(wrong_pair, r"models.0.draft.checkpoint: no weights at")
+    missing = {"tls_key": str(tmp_path / "key"), "tls_certificate": str(tmp_path / "certificate")}
+    refused(changed("http", to=missing), "http.tls_certificate: there is no file")
+
+
+def test_api_keys_are_read_and_never_shown(tmp_path: Path) -> None:
+    file = write(tmp_path / "keys", "second\n\n third \n")
+    config = parse_config(changed("http", to={"api_keys": ["first"], "api_keys_file": str(file)}))
+    assert config.http.keys() == ("first", "second", "third")
+    shown = load_config_of(config).http.keys()
+    assert shown == (hidden("first"), "second", "third")
+    assert ApiKeys(shown).salt("first") == ApiKeys(config.http.keys()).salt("first")
+    with pytest.raises(Unauthorized):
+        ApiKeys(shown).salt(shown[0])
+    assert "first" not in repr(config) + str(config.arguments())
+    with pytest.raises(ConfigError) as caught:
+        parse_config(changed("http", to={"api_keys": "first"}))
+    assert "first" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- 1", "holds no settings"), ("a: [", "can't be read"), ("applications: []", "0 have the import_path")],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path / "serve.yaml", text))
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_config(tmp_path / "missing.yaml")
+
+
+def test_what_serve_is_given_holds_the_same_configuration(tmp_path: Path) -> None:
+    """One file for `paceline serve`, `serve deploy` and KubeRay."""
+    config = parse_config(changed("http", "port", to=8123))
+    schema = serve_schema(config)
+    file = write(tmp_path / "serve.yaml", schema.model_dump(mode="json", exclude_unset=True))
+    assert load_config(file) == config
+    assert (schema.http_options.host, schema.http_options.port) == ("127.0.0.1", 8123)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"http.port: {port} can't be had on 127.0.0.1"):
+            check_ports(parse_config(changed("http", "port", to=port)))
+
+
+def test_options_choose_a_pair_or_a_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "serve.yaml", changed("http", "port", to=8123))
+
+    def chosen(
+        path: Path | None = None, target: Path | None = None, draft: Path | None = None, port: int | None = None
+    ) -> ServeConfig:
+        return chosen_config(path, target, draft, "auto", False, None, port, None)
+
+    assert chosen(file).http.port == 8123
+    assert chosen(file, port=8124).http.port == 8124
+    assert chosen() == ServeConfig()
+    alone = chosen(target=exact.TARGET).models[0]
+    assert (alone.name, alone.draft) == (exact.TARGET.name, None)
+    pair = chosen(target=exact.TARGET, draft=exact.DRAFT).models[0]
+    assert pair.draft is not None
+    assert pair.draft.checkpoint == exact.DRAFT
+    with pytest.raises(ConfigError, match="give one or the other"):
+        chosen(file, target=exact.TARGET)
+
+
+def test_the_command_line_checks_prints_and_exports(tmp_path: Path) -> None:
+    runner = CliRunner()
+    good = write(tmp_path / "good.yaml", {"models": [PAIR]})
+    bad = write(tmp_path / "bad.yaml", changed("models", 0, "target", "window_size", to=0))
+    checked = runner.invoke(cli.app, ["config", "check", str(good)])
+    assert (checked.exit_code, checked.stdout) == (0, "good: code\n")
+    for command in (["config", "check", str(bad)], ["serve", "--config", str(bad)]):
+        refused = runner.invoke(cli.app, command)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("paceline: models.0.target.window_size: ")
+        assert refused.stderr.count("\n") == 1
+    assert json.loads(runner.invoke(cli.app, ["config", "schema"]).stdout)["title"] == "ServeConfig"
+    exported = yaml.safe_load(runner.invoke(cli.app, ["config", "export", str(good)]).stdout)
+    assert exported["applications"][0]["import_path"] == "deployments.app:build"
+
+
+def test_fingerprints_and_registries_tell_models_apart(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(exact.TARGET, copy)
+    (model,) = parse_config(changed("models", to=[PAIR])).models
+    (same,) = parse_config(changed("models", 0, "target", "checkpoint", to=str(copy))).models
+    (exactly,) = parse_config(changed("models", 0, "target", "invariant", to=True)).models
+    assert fingerprint(model) == fingerprint(same) != fingerprint(exactly)
+    assert registry_name(model) == registry_name(exactly) != registry_name(same)
+    (copy / "config.json").write_text((copy / "config.json").read_text() + "\n")
+    assert fingerprint(same) != fingerprint(model)
+
+
+def test_addresses_are_those_of_this_machine() -> None:
+    hosts = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]", "fe80::1": "[fe80::1]"}
+    for host, shown in hosts.items():
+        assert base_url(parse_config(changed("http", "host", to=host)).http) == f"http://{shown}:8000"

@@ -1,0 +1,230 @@
+"""The one validator: every row of bad input names its field, and good input becomes the requests it says."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from deployments.fields import (
+    ContextExceeded,
+    GenerationFields,
+    TextModel,
+    UnknownModel,
+    draw_seed,
+    find_model,
+    make_requests,
+    validated,
+)
+from deployments.keys import ApiKeys, Unauthorized, bearer
+from engine.noise import derive_seed
+from engine.types import GenerationRequest, Grammar, InvalidRequest
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> TextModel:
+    return TextModel(tokenizer=tokenizer, context=128, vocab_size=4096)
+
+
+def made(model: TextModel, /, trusted: bool = False, **fields: Any) -> list[GenerationRequest]:
+    values = {"prompt": "import os", **fields}
+    return make_requests(validated(GenerationFields, values), model, "r", trusted=trusted)
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(value))
+
+
+BAD_VALUES: list[tuple[str, list[Any]]] = [
+    ("temperature", [NAN, INF, -INF, -1, 1e9, "1", True, [], {}]),
+    ("top_p", [0, 2, -1, NAN, "x"]),
+    ("min_p", [NAN, -0.1, 1.5]),
+    ("top_k", [-5, -1, 1.5, "3"]),
+    ("max_tokens", [0, -1, 1e30, 10**30, 2**31, "16", 1.5, True]),
+    ("min_tokens", [-1, 127, 10**30]),
+    ("n", [0, 9, -1, 10**9, 1.5]),
+    ("prompt", ["", [], [-1], [4096], [2**70], [1.5], ["x"], 7, {}, [True]]),
+    ("stop", [["a"] * 5, "", [""], [1], 7, "x" * 1001, {}]),
+    ("stop_token_ids", [[-1], ["1"], 3]),
+    ("logit_bias", [{"x": 1}, {"-1": 1}, {"1.5": 1}, {"": 1}, {"²": 1}, {"4096": 1}, {"9" * 30: 1}]),
+    ("logit_bias", [{"1": 101}, {"1": NAN}, {"1": "x"}, {"1": 1, "01": 2}, [1], "x"]),
+    ("logit_bias", [{str(token): 1 for token in range(1025)}]),
+    ("seed", [2**63, -1, 1.5, "1", 10**40]),
+    ("logprobs", [1000, -1, 21, "1", True]),
+    ("repetition_penalty", [0, NAN, INF, -1, 11]),
+    ("presence_penalty", [NAN, 2.1, INF, -3]),
+    ("frequency_penalty", [NAN, 2.1, "x"]),
+    ("bad_words", [[""], ["x"] * 2000, ["x" * 1001], [1]]),
+    ("ignore_eos", ["yes", 1]),
+    ("model", [7]),
+    ("colour", ["red"]),
+]
+BAD = [(field, value) for field, values in BAD_VALUES for value in values]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_bad_input_names_its_field(model: TextModel, field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        made(model, **{field: value})
+    assert caught.value.param == field
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "nonsense"},
+        {"type": "integer", "minimum": 10, "maximum": 5},
+        {"type": "string", "minLength": 5, "maxLength": 2},
+        {"type": "string", "maxLength": 10**6},
+        {"properties": {f"p{at}": {"type": "string", "maxLength": 1000} for at in range(6)}},
+        {"type": "string", "pattern": "(a{500}){500}"},
+        {"type": "object", "patternProperties": {"a+": {}}},
+        {"type": "object", "properties": {"x": {"type": "array", "items": {"type": "string", "pattern": "a"}}}},
+        {"type": "object", "properties": {}, "required": ["x"], "additionalProperties": False},
+        {"type": "object", "properties": {f"p{at}": {} for at in range(501)}},
+        {"properties": 3},
+        {"properties": {"x": 3}, "required": "x"},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"allOf": 3},
+        {"anyOf": []},
+        {"oneOf": []},
+        {"enum": []},
+        {"not": {}},
+        {"$ref": "#"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "http://example.com/schema"},
+        {"$ref": 3},
+        {"type": "array", "minItems": "x"},
+        False,
+        [],
+        3,
+    ],
+)
+def test_an_impossible_schema_is_refused(model: TextModel, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        made(model, grammar=schema(value))
+    assert caught.value.param == "grammar"
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schema_nested_without_end_is_refused(model: TextModel) -> None:
+    for deep in ('{"items":' * 200 + "{}" + "}" * 200, '{"items":' * 9000 + "{}" + "}" * 9000, "{"):
+        with pytest.raises(InvalidRequest):
+            made(model, grammar=Grammar("json_schema", deep))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "object", "properties": {"pattern": {"type": "string"}, "not": {"type": "integer"}}},
+        {"type": "object", "properties": {"a": {"const": {"pattern": "x"}}}, "required": ["a"]},
+        {"$defs": {"a": {"type": "string", "maxLength": 5}}, "type": "array", "items": {"$ref": "#/$defs/a"}},
+        {"anyOf": [{"type": "null"}, {"type": "integer"}]},
+        True,
+    ],
+)
+def test_other_schemas_are_taken(model: TextModel, value: Any) -> None:
+    (request,) = made(model, grammar=schema(value))
+    assert request.params.grammar == schema(value)
+
+
+@pytest.mark.parametrize("grammar", [Grammar("regex", "a+"), Grammar("ebnf", 'root ::= "a"')])
+def test_expressions_are_taken_from_the_command_line_only(model: TextModel, grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        made(model, grammar=grammar)
+    assert caught.value.param == "grammar"
+    assert made(model, trusted=True, grammar=grammar)[0].params.grammar == grammar
+
+
+def test_a_grammar_says_where_the_output_ends(model: TextModel) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        made(model, grammar=Grammar("json_object"), ignore_eos=True)
+    assert caught.value.param == "ignore_eos"
+
+
+def test_what_does_not_fit_in_the_context_has_a_name_of_its_own(model: TextModel) -> None:
+    for fields, param in (
+        ({"prompt": [5] * 128}, "prompt"),
+        ({"prompt": "x " * 1000}, "prompt"),
+        ({"prompt": "x" * 4_000_000}, "prompt"),
+        ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens"),
+    ):
+        with pytest.raises(ContextExceeded) as caught:
+            made(model, **fields)
+        assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+    (request,) = made(model, prompt=[5] * 127)
+    assert request.params.max_tokens == 1
+    assert made(model, prompt=[5] * 100, max_tokens=28)
+
+
+def test_samples_have_seeds_and_ids_of_their_own(model: TextModel) -> None:
+    requests = made(model, n=3, seed=9)
+    assert [request.params.seed for request in requests] == [derive_seed(9, sample) for sample in range(3)]
+    assert requests[0].params.seed == 9
+    assert len({request.request_id for request in requests}) == 3
+
+
+def test_a_seed_is_drawn_once_where_none_is_given(model: TextModel) -> None:
+    first, second = made(model, n=2)
+    assert second.params.seed == derive_seed(first.params.seed, 1)
+    assert made(model)[0].params.seed != first.params.seed
+    assert all(draw_seed() < 2**53 for _ in range(100))
+
+
+def test_every_field_arrives(model: TextModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    (request,) = made(
+        model,
+        max_tokens=20,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=2**63 - 1,
+        stop="x",
+        stop_token_ids=[7],
+        ignore_eos=True,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias={"5": -1, 6: 2.5},
+        bad_words=["def"],
+        logprobs=3,
+    )
+    params = request.params
+    assert (params.max_tokens, params.min_tokens, params.temperature, params.top_p) == (20, 2, 0.5, 0.9)
+    assert (params.top_k, params.min_p, params.seed, params.stop) == (40, 0.1, 2**63 - 1, ("x",))
+    assert (params.stop_token_ids, params.ignore_eos, params.repetition_penalty) == ((7,), True, 1.1)
+    assert (params.presence_penalty, params.frequency_penalty, params.logprobs) == (0.2, -0.3, 3)
+    assert params.logit_bias == ((5, -1.0), (6, 2.5))
+    words = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("def", " def")}
+    assert set(params.bad_words) == words
+    assert request.prompt == tuple(tokenizer("import os")["input_ids"])
+
+
+def test_null_is_the_default(model: TextModel) -> None:
+    fields = validated(GenerationFields, {"prompt": "x", "stop": None, "temperature": None, "logit_bias": None})
+    assert (fields.stop, fields.temperature, fields.logit_bias) == ((), 1.0, {})
+
+
+def test_models_are_found_by_name() -> None:
+    assert find_model({"a": 1, "b": 2}, "b") == 2
+    assert find_model({"a": 1}, None) == 1
+    with pytest.raises(UnknownModel):
+        find_model({"a": 1}, "b")
+    with pytest.raises(InvalidRequest):
+        find_model({"a": 1, "b": 2}, None)
+
+
+def test_keys_tell_tenants_apart() -> None:
+    keys = ApiKeys(["one", "two"])
+    assert len({keys.salt("one"), keys.salt("two"), ApiKeys([]).salt(None)}) == 3
+    assert ApiKeys([]).salt("anything") == b""
+    for wrong in (None, "", "three", "one ", "\udcff"):
+        with pytest.raises(Unauthorized):
+            keys.salt(wrong)
+    assert [bearer(value) for value in (None, "", "Basic x", "Bearer", "bearer  x ")] == [None, None, None, "", "x"]

@@ -1,0 +1,267 @@
+"""Targets and drafts under Ray Serve: streams through a handle are those of plain decoding, whoever is killed."""
+
+import asyncio
+import os
+import signal
+import socket
+import urllib.request
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeVar
+
+import pytest
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from cluster.intake import Overloaded
+from cluster.target import TargetStats
+from deployments.backend import ServeBackend
+from deployments.config import ServeConfig, parse_config
+from deployments.serve import APPLICATION, base_url, deploy, withdraw
+from deployments.service import ReplicaLost
+from engine.decode import decode
+from engine.runner import ModelRunner
+from engine.types import GenerationRequest, InvalidRequest, TokenChunk
+from tests import exact
+from tests.cluster_fixtures import PATIENCE_S, until
+
+TARGETS, STREAMS, TOKENS = 2, 8, 32
+MAX_BATCH, QUEUE = 4, 16
+T = TypeVar("T")
+_ids = count()
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def config() -> ServeConfig:
+    http, grpc, first = free_ports(3)
+    first = min(first, 65000)
+    replicas = {"min_replicas": TARGETS, "max_replicas": TARGETS}
+    target = {"checkpoint": str(exact.TARGET), "dtype": "float32", "invariant": True, "kv_tokens": 4096, "flush_s": 0}
+    draft = {"checkpoint": str(exact.DRAFT), "dtype": "float32", "kv_tokens": 8192, "host": "127.0.0.1"}
+    model = {
+        "name": "code",
+        "target": {**target, "max_batch": MAX_BATCH, "scaling": replicas},
+        "draft": {**draft, "ports": [first, first + 100], "scaling": {"ratio": 0.5}},
+    }
+    limits = {"queue": QUEUE, "drain_s": 20}
+    return parse_config({"models": [model], "http": {"port": http}, "grpc": {"port": grpc}, "limits": limits})
+
+
+@pytest.fixture(scope="module")
+def _served(config: ServeConfig) -> Iterator[ServeConfig]:
+    """Two targets with one draft, deployed as `paceline serve` does it."""
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+    deploy(config, lambda text: None)
+    yield config
+    withdraw(config)
+    ray.shutdown()
+
+
+@pytest.fixture
+def targets(_served: ServeConfig) -> Iterator[DeploymentHandle[Any]]:
+    """The targets, audited after every test."""
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle("code-target", APPLICATION)
+    yield handle
+    handle.broadcast("check", PATIENCE_S).results()
+
+
+@pytest.fixture
+def drafts(_served: ServeConfig) -> DeploymentHandle[Any]:
+    return serve.get_deployment_handle("code-draft", APPLICATION)
+
+
+Case = tuple[list[GenerationRequest], list[list[int]]]
+
+
+@pytest.fixture
+def case(target: ModelRunner) -> Case:
+    """Requests, and what plain decoding gives for them."""
+    prompts = [prompt[: 5 * index + 1] for index, prompt in enumerate(exact.load_prompts(STREAMS))]
+    requests = exact.make_requests(prompts, 1.0, TOKENS)
+    return requests, [generation.tokens for generation in decode(target, requests)]
+
+
+def stats(handle: DeploymentHandle[Any]) -> list[Any]:
+    """Of every replica."""
+    return handle.broadcast("stats").results()
+
+
+def pids(handle: DeploymentHandle[Any]) -> list[int]:
+    """Of every replica that answers."""
+    with suppress(RayActorError, DeploymentUnavailableError):
+        return handle.broadcast("pid").results()
+    return []
+
+
+def renamed(request: GenerationRequest) -> GenerationRequest:
+    return replace(request, request_id=f"request-{next(_ids)}")
+
+
+async def tokens_of(chunks: AsyncGenerator[TokenChunk]) -> list[int]:
+    held: list[int] = []
+    async for chunk in chunks:
+        held += chunk.tokens
+        assert chunk.error is None
+    return held
+
+
+async def read(handle: DeploymentHandle[Any], request: GenerationRequest) -> list[int]:
+    """The whole output, going on elsewhere whenever a replica is lost."""
+    held = list(request.resume_tokens)
+    while True:
+        with suppress(ReplicaLost):
+            async for chunk in ServeBackend(handle).generate(renamed(replace(request, resume_tokens=tuple(held)))):
+                held += chunk.tokens
+            return held
+
+
+def read_all(handle: DeploymentHandle[Any], requests: list[GenerationRequest]) -> list[list[int]]:
+    async def reads() -> list[list[int]]:
+        return await asyncio.gather(*(read(handle, request) for request in requests))
+
+    return run(reads())
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
+
+
+def longer(request: GenerationRequest, tokens: int) -> GenerationRequest:
+    return renamed(replace(request, params=replace(request.params, max_tokens=tokens)))
+
+
+def linked(handle: DeploymentHandle[Any]) -> bool:
+    """Whether every target has its draft."""
+    with suppress(RayActorError, DeploymentUnavailableError):
+        found: list[TargetStats] = stats(handle)
+        return len(found) == TARGETS and all(each.drafts == 1 for each in found)
+    return False
+
+
+def test_the_application_answers_over_http(targets: DeploymentHandle[Any], config: ServeConfig) -> None:
+    for path in ("health", "ready"):
+        with urllib.request.urlopen(f"{base_url(config.http)}/{path}") as answer:
+            assert answer.status == 200
+
+
+def test_streams_through_serve_equal_plain_decoding(targets: DeploymentHandle[Any], case: Case) -> None:
+    requests, expected = case
+    until(lambda: linked(targets), "every target finds its draft")
+    assert read_all(targets, requests) == expected
+    until(lambda: sum(each.accepted for each in stats(targets)) > 0, "a draft token is accepted")
+    assert all(each.requests > 0 for each in stats(targets)), "both targets had work"
+
+
+def test_a_reader_that_goes_away_stops_the_work(targets: DeploymentHandle[Any], case: Case) -> None:
+    request = longer(case[0][1], 500)
+
+    async def look_at_some(close: Callable[[AsyncGenerator[TokenChunk]], Coroutine[Any, Any, None]]) -> int:
+        """How many tokens were made for nobody."""
+        chunks = ServeBackend(targets).generate(renamed(request))
+        await anext(chunks)
+        before: list[TargetStats] = await targets.broadcast("stats").results_async()
+        await close(chunks)
+        after = before
+        while any(each.running for each in after):
+            after = await targets.broadcast("stats").results_async()
+        return sum(each.tokens for each in after) - sum(each.tokens for each in before)
+
+    async def close(chunks: AsyncGenerator[TokenChunk]) -> None:
+        await chunks.aclose()
+
+    async def cancel_reader(chunks: AsyncGenerator[TokenChunk]) -> None:
+        reader = asyncio.create_task(tokens_of(chunks))
+        await asyncio.sleep(0.02)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    assert run(look_at_some(close)) < 400
+    assert run(look_at_some(cancel_reader)) < 400
+
+
+def test_a_bad_request_is_refused_by_name(targets: DeploymentHandle[Any], case: Case) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        run(tokens_of(ServeBackend(targets).generate(replace(case[0][0], prompt=()))))
+    assert (type(caught.value), caught.value.param) == (InvalidRequest, "prompt")
+
+
+def test_more_than_can_wait_is_refused_at_once(targets: DeploymentHandle[Any], case: Case) -> None:
+    request = longer(case[0][1], 64)
+    more_than_fit = TARGETS * 2 * MAX_BATCH + QUEUE + 30
+
+    async def ask_all() -> list[list[int] | BaseException]:
+        asked = (tokens_of(ServeBackend(targets).generate(renamed(request))) for _ in range(more_than_fit))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = run(ask_all())
+    refused = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert {(type(error), str(error)) for error in refused} == {(Overloaded, f"{QUEUE} requests are waiting already")}
+    assert all(len(answer) == 64 for answer in answers if isinstance(answer, list))
+    assert all(each.running == each.waiting == 0 for each in stats(targets))
+
+
+def test_a_request_goes_on_when_its_target_is_killed(
+    targets: DeploymentHandle[Any], target: ModelRunner, case: Case
+) -> None:
+    request = longer(case[0][2], 300)
+    (whole,) = decode(target, [request])
+    before = pids(targets)
+
+    async def lose_it() -> list[int]:
+        chunks = ServeBackend(targets).generate(request)
+        held = list((await anext(chunks)).tokens)
+        found = await targets.broadcast("stats").results_async()
+        victims = await targets.broadcast("pid").results_async()
+        os.kill(next(pid for pid, each in zip(victims, found, strict=True) if each.running), signal.SIGKILL)
+        try:
+            async for chunk in chunks:
+                held += chunk.tokens
+        except ReplicaLost:
+            return held
+        raise AssertionError("the stream did not break")
+
+    held = run(lose_it())
+    assert held == whole.tokens[: len(held)]
+    assert run(read(targets, replace(request, resume_tokens=tuple(held)))) == whole.tokens
+    until(lambda: len(pids(targets)) == TARGETS and pids(targets) != before, "Serve starts another target")
+
+
+def test_streams_go_on_when_the_draft_is_killed_or_drained(
+    targets: DeploymentHandle[Any], drafts: DeploymentHandle[Any], case: Case
+) -> None:
+    requests, expected = case
+
+    async def read_while(event: Callable[[], Coroutine[Any, Any, None]]) -> list[list[int]]:
+        readers = asyncio.gather(*(read(targets, request) for request in requests))
+        await event()
+        return await readers
+
+    async def kill() -> None:
+        os.kill((await drafts.broadcast("pid").results_async())[0], signal.SIGKILL)
+
+    async def drain() -> None:
+        with suppress(RayActorError, DeploymentUnavailableError):
+            await drafts.broadcast("close").results_async()
+
+    for event in (kill, drain):
+        until(lambda: linked(targets), "every target finds its draft")
+        before = pids(drafts)
+        assert run(read_while(event)) == expected
+        until(lambda: bool(pids(drafts)) and pids(drafts) != before, "Serve starts another draft")  # noqa: B023
+    until(lambda: linked(targets), "every target finds its draft")
