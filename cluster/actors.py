@@ -180,6 +180,8 @@ class TargetActor:
                 chunk = TokenChunk(request.request_id, (), (), "error", "the reader fell behind")
             loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
+        if request.params.grammar is not None:
+            await asyncio.to_thread(self._replica.check_request, request)  # compiles it, which others need not wait for
         self._replica.submit(request, sink)
         finished = False
         try:

@@ -112,11 +112,15 @@ class TargetReplica:
 
         Raises InvalidRequest, Overloaded or Closed.
         """
+        self.check_request(request)
+        self._intake.submit(Submitted(request, sink))
+        self._loop.do(self._admit)
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raises InvalidRequest for what can't be run. A grammar that was not seen before may take seconds."""
         check_request(request, self._runner, self._vocabulary)
         total, room = len(request.prompt) + request.params.max_tokens, self._runner.pool.capacity - MAX_WINDOW - 1
         require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
-        self._intake.submit(Submitted(request, sink))
-        self._loop.do(self._admit)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request within one step; unknown ones are ignored. Its last chunk says "cancelled"."""
