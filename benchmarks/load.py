@@ -5,31 +5,25 @@ python -m benchmarks.load --out DIR     writes load.json and load.png; exit code
 
 import argparse
 import json
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.server import ROOT, get, serving
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
 
-ROOT = Path(__file__).resolve().parent.parent
 LOCUST = ROOT / "tests" / "load" / "locustfile.py"
 MODELS = ("busy", "quiet")
 MOST = 3  # target replicas of each model
-_START_S, _LOAD_S, _FALL_S, _STOP_S = 180.0, 400.0, 180.0, 120.0  # how long each part may take
+_LOAD_S, _FALL_S = 400.0, 180.0  # how long each part may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +36,7 @@ class Sample:
     streams: dict[str, int]  # that clients wait for
 
 
-def free_port() -> int:
-    """One that nobody has."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
-
-
-def config(http: int, grpc: int) -> dict[str, Any]:
+def config() -> dict[str, Any]:
     """The bundled pair twice, scaled fast enough to watch."""
     delays = {"up_s": 2.0, "down_s": 10.0, "interval_s": 1.0, "look_back_s": 5.0}
     scaling = {"min_replicas": 1, "max_replicas": MOST, "target_ongoing": 4.0, "delays": delays}
@@ -67,39 +53,12 @@ def config(http: int, grpc: int) -> dict[str, Any]:
         }
         for index, name in enumerate(MODELS)
     ]
-    return {"models": models, "http": {"port": http}, "grpc": {"port": grpc}}
+    return {"models": models}
 
 
-def get(url: str) -> str | None:
-    """The body of an answer; None without one."""
-    with (
-        suppress(urllib.error.URLError, ConnectionError, TimeoutError),
-        urllib.request.urlopen(url, timeout=10) as answer,
-    ):
-        return str(answer.read().decode())
-    return None
-
-
-@contextmanager
-def serving(out: Path) -> Iterator[str]:
-    """`paceline serve` with two models; the URL of its API. It is interrupted at the end."""
-    http = free_port()
-    path, log = (out / "serve.yaml").absolute(), out / "serve.log"
-    path.write_text(yaml.safe_dump(config(http, free_port())))
-    command = [sys.executable, "-c", "from deployments.cli import app; app()", "serve", "--config", str(path)]
-    with log.open("wb") as output:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            url = f"http://127.0.0.1:{http}"
-            deadline = time.monotonic() + _START_S
-            while not all(watch(url, 0).targets.get(name) for name in MODELS):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
-                time.sleep(1)
-            yield url
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(_STOP_S)
+def all_awake(url: str) -> bool:
+    """Whether each model has a target that reports."""
+    return all(watch(url, 0).targets.get(name) for name in MODELS)
 
 
 def watch(url: str, started: float) -> Sample:
@@ -193,7 +152,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/load"), help="folder of load.json, load.png and logs")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    with serving(out) as url:
+    with serving(config(), out, all_awake) as url:
         samples, stats = run_load(url, out)
     found = complaints(samples, stats)
     result = {"complaints": found, "requests": stats, "samples": [asdict(sample) for sample in samples]}

@@ -1,0 +1,66 @@
+"""`paceline serve` in a process of its own, for benchmarks that are its clients."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+_START_S, _STOP_S = 180.0, 120.0  # how long it may take
+
+
+def free_port() -> int:
+    """One that nobody has."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
+
+
+def get(url: str) -> str | None:
+    """The body of an answer; None without one."""
+    with (
+        suppress(urllib.error.URLError, ConnectionError, TimeoutError),
+        urllib.request.urlopen(url, timeout=10) as answer,
+    ):
+        return str(answer.read().decode())
+    return None
+
+
+def is_ready(url: str) -> bool:
+    """Whether every model can answer."""
+    return get(f"{url}/ready") is not None
+
+
+@contextmanager
+def serving(values: dict[str, Any], out: Path, started: Callable[[str], bool] = is_ready) -> Iterator[str]:
+    """`paceline serve` with these settings, on free ports; the URL of its API. It is interrupted at the end.
+
+    out: folder of its configuration and its log. started: when to begin, given the URL.
+    """
+    http = free_port()
+    path, log = (out / "serve.yaml").absolute(), out / "serve.log"
+    path.write_text(yaml.safe_dump({**values, "http": {"port": http}, "grpc": {"port": free_port()}}))
+    command = [sys.executable, "-c", "from deployments.cli import app; app()", "serve", "--config", str(path)]
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{http}"
+            deadline = time.monotonic() + _START_S
+            while not started(url):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
+                time.sleep(1)
+            yield url
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(_STOP_S)
