@@ -1,6 +1,7 @@
 """The first promise as a program: every drafter, window, batch, link and temperature gives the tokens of plain decoding.
 
-`make exact` runs the full matrix, in one process and through target and draft replicas; the tests run a sample of it.
+`make exact` runs the full matrix: in one process, through target and draft replicas, and through a server. The tests run a
+sample of it.
 """
 
 import argparse
@@ -280,20 +281,28 @@ def pipeline_matrix(
 
 def main() -> int:
     """Exits with 1 when an output is wrong."""
+    from tests.served import served_matrix  # it imports this file, which tests import that need no Ray
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=50, help="how many of the bundled prompts")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each")
-    parser.add_argument("--part", choices=["engine", "pipeline", "all"], default="all", help="what to run")
+    parser.add_argument("--count", type=int, default=100, help="how many of them through a server")
+    parser.add_argument("--part", choices=["engine", "pipeline", "served", "all"], default="all", help="what to run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True)
     runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 512)
     draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
-    prompts = load_prompts(arguments.prompts)
+    prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
+    parts: dict[str, Callable[[], Iterator[Result]]] = {
+        "engine": lambda: engine_matrix(runner, draft, prompts, tokens),
+        "pipeline": lambda: pipeline_matrix(runner, draft, prompts, tokens),
+        "served": lambda: served_matrix(runner, load_prompts(arguments.count), tokens),
+    }
     failed = False
-    for part, matrix in {"engine": engine_matrix, "pipeline": pipeline_matrix}.items():
+    for part, matrix in parts.items():
         if arguments.part in (part, "all"):
-            for case, wrong in matrix(runner, draft, prompts, arguments.tokens):
+            for case, wrong in matrix():
                 console.print(f"{case}: " + (f"WRONG {wrong}" if wrong else "equal"))
                 failed = failed or bool(wrong)
     return 1 if failed else 0

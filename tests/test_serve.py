@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import urllib.request
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -12,7 +11,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 import pytest
-import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -21,67 +19,42 @@ from ray.serve.handle import DeploymentHandle
 from cluster.intake import Overloaded
 from cluster.target import TargetStats
 from deployments.backend import ServeBackend
-from deployments.config import ServeConfig, parse_config
-from deployments.serve import APPLICATION, base_url, deploy, withdraw
+from deployments.config import ServeConfig
+from deployments.serve import APPLICATION, base_url
 from deployments.service import ReplicaLost
 from engine.decode import decode
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, InvalidRequest, TokenChunk
-from tests import exact
+from tests import exact, served
 from tests.cluster_fixtures import PATIENCE_S, until
+from tests.served import QUEUE, TARGETS, deployed, make_config
 
-TARGETS, STREAMS, TOKENS = 2, 8, 32
-MAX_BATCH, QUEUE = 4, 16
+STREAMS, TOKENS = 8, 32
+MAX_BATCH = 4
 T = TypeVar("T")
 _ids = count()
 
 
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def config() -> ServeConfig:
-    http, grpc, first = free_ports(3)
-    first = min(first, 65000)
-    replicas = {"min_replicas": TARGETS, "max_replicas": TARGETS}
-    target = {"checkpoint": str(exact.TARGET), "dtype": "float32", "invariant": True, "kv_tokens": 4096, "flush_s": 0}
-    draft = {"checkpoint": str(exact.DRAFT), "dtype": "float32", "kv_tokens": 8192, "host": "127.0.0.1"}
-    model = {
-        "name": "code",
-        "target": {**target, "max_batch": MAX_BATCH, "scaling": replicas},
-        "draft": {**draft, "ports": [first, first + 100], "scaling": {"ratio": 0.5}},
-    }
-    limits = {"queue": QUEUE, "drain_s": 20}
-    return parse_config({"models": [model], "http": {"port": http}, "grpc": {"port": grpc}, "limits": limits})
+    return make_config(max_batch=MAX_BATCH, kv_tokens=4096, flush_s=0)
 
 
 @pytest.fixture(scope="module")
-def _served(config: ServeConfig) -> Iterator[ServeConfig]:
-    """Two targets with one draft, deployed as `paceline serve` does it."""
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
-    deploy(config, lambda text: None)
-    yield config
-    withdraw(config)
-    ray.shutdown()
+def _served(config: ServeConfig) -> Iterator[DeploymentHandle[Any]]:
+    with deployed(config) as targets:
+        yield targets
 
 
 @pytest.fixture
-def targets(_served: ServeConfig) -> Iterator[DeploymentHandle[Any]]:
+def targets(_served: DeploymentHandle[Any]) -> Iterator[DeploymentHandle[Any]]:
     """The targets, audited after every test."""
-    handle: DeploymentHandle[Any] = serve.get_deployment_handle("code-target", APPLICATION)
-    yield handle
-    handle.broadcast("check", PATIENCE_S).results()
+    yield _served
+    _served.broadcast("check", PATIENCE_S).results()
 
 
 @pytest.fixture
-def drafts(_served: ServeConfig) -> DeploymentHandle[Any]:
+def drafts(_served: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
     return serve.get_deployment_handle("code-draft", APPLICATION)
 
 
@@ -265,3 +238,12 @@ def test_streams_go_on_when_the_draft_is_killed_or_drained(
         assert run(read_while(event)) == expected
         until(lambda: bool(pids(drafts)) and pids(drafts) != before, "Serve starts another draft")  # noqa: B023
     until(lambda: linked(targets), "every target finds its draft")
+
+
+def test_clients_get_plain_decodings_streams_also_when_a_target_is_killed(
+    targets: DeploymentHandle[Any], target: ModelRunner, config: ServeConfig
+) -> None:
+    requests = served.make_requests(exact.load_prompts(8), 0.8, 96)
+    results = dict(served.compare(config, targets, target, requests))
+    assert len(results) == 4
+    assert not any(results.values()), results
