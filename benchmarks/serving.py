@@ -28,7 +28,7 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import free_port
+from benchmarks.server import free_port
 from cluster.local import LocalCluster, bundled, start_ray
 from cluster.placement import Placement
 from cluster.target import TargetStats
