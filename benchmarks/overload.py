@@ -93,7 +93,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     unlimited = aiohttp.TCPConnector(limit=0)
     rounds, answers = [], []
     async with aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(600)) as session:
-        await Client(session, url, arguments.tokens).closed(BATCH, _SETTLE_S)
+        await Client(session, url, arguments.tokens).closed(BATCH, 2 * _SETTLE_S)
         for _ in range(arguments.rounds):
             peak = await Client(session, url, arguments.tokens).closed(2 * BATCH, arguments.seconds)
             client = Client(session, url, arguments.tokens)
