@@ -160,7 +160,10 @@ def _join(address: str | None) -> bool:
     """Connects to Ray; whether it was started here."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address is None:
-        return start_ray()
+        try:
+            return start_ray()
+        except Exception as error:  # noqa: BLE001  Ray has no class of its own for it; a busy machine is the usual cause
+            raise DeployError(f"Ray could not be started: {str(error).splitlines()[0]}") from None
     ray.init(address=address, log_to_driver=False)
     return False
 
