@@ -90,6 +90,7 @@ class GrpcMethods:
             salt = self._admit(grpc_context)
             message = _parse(pb.GenerateRequest, request, self._max_bytes)
             model = find_model(self._models, message.model or None)
+            self._service.admit(model)
             fields = fields_of(message)
             requests = await asyncio.to_thread(_make_requests, fields, model, salt)
             async with aclosing(self._service.run_all(model, requests)) as pieces:

@@ -86,16 +86,14 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
-        body = _parsed(openai.CompletionRequest, await read_json(request, self._max_body))
-        model = find_model(self._models, body.model)
+        body, model = await self._asked(request, openai.CompletionRequest)
         with _named({"grammar": "response_format"}):
             job, echo = await asyncio.to_thread(_completion_job, body, model, request.state.salt)
         return await self._answer(request, body, CompletionAnswer(job, self._texts_of(model), echo))
 
     async def chat(self, request: Request) -> Response:
         """Goes on with a conversation."""
-        body = _parsed(openai.ChatRequest, await read_json(request, self._max_body))
-        model = find_model(self._models, body.model)
+        body, model = await self._asked(request, openai.ChatRequest)
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         grammar = "response_format" if body.tool_choice in ("none", "auto") else "tools"
         with _named({"prompt": "messages", "logprobs": "top_logprobs", "grammar": grammar, "max_tokens": limit}):
@@ -122,6 +120,15 @@ class Api:
         require(known, "tokens", f"token ids must be between 0 and {model.vocab_size - 1}")
         text = await asyncio.to_thread(model.tokenizer.decode, list(body.tokens))
         return JSONResponse(shapes.Detokenized(prompt=str(text)).model_dump())
+
+    async def _asked(self, request: Request, kind: type[Any]) -> tuple[Any, ServedModel]:
+        """The body of a request, and its model. A lone model that is full refuses it unread."""
+        if len(self._models) == 1:
+            self._service.admit(next(iter(self._models.values())))
+        body = _parsed(kind, await read_json(request, self._max_body))
+        model = find_model(self._models, body.model)
+        self._service.admit(model)
+        return body, model
 
     async def _answer(
         self, request: Request, body: openai.CompletionRequest | openai.ChatRequest, answer: Answer

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from ray.exceptions import RayError
 from ray.util import metrics
 
+from cluster.intake import Overloaded
 from cluster.measures import MEASURES, Buckets, Sample
 from deployments.service import Piece, ServedModel, Service
 from engine.types import GenerationRequest
@@ -63,7 +64,7 @@ class Latencies:
         self.open = 0
         self.tokens = 0
         self.resumed = 0
-        self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0}
+        self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 0}
         self._tags = {"model_name": model, "replica": replica}
         self._exported: dict[str, Any] = {}
         if exported:
@@ -89,10 +90,18 @@ class Latencies:
 class MeasuredService(Service):
     """A service that notes what its clients experience."""
 
-    def __init__(self, latencies: Mapping[str, Latencies], timeout_s: float = 600.0, resumes: int = 3) -> None:
+    def __init__(self, latencies: Mapping[str, Latencies], timeout_s: float = 600.0, full_s: float = 0.1) -> None:
         """latencies: by model."""
-        super().__init__(timeout_s, resumes)
+        super().__init__(timeout_s, full_s=full_s)
         self._latencies = latencies
+
+    def admit(self, model: ServedModel) -> None:
+        """See Service."""
+        try:
+            super().admit(model)
+        except Overloaded:
+            self._latencies[model.name].finished["refused"] += 1
+            raise
 
     async def run(
         self, model: ServedModel, request: GenerationRequest, timeout_s: float | None = None
@@ -107,6 +116,9 @@ class MeasuredService(Service):
                     reason = piece.finish_reason or reason
                     latencies.resumed += piece.speculation.resumed if piece.speculation is not None else 0
                     yield piece
+        except Overloaded:
+            reason = "refused"
+            raise
         except Exception:
             reason = "error"
             raise

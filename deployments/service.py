@@ -4,6 +4,7 @@ HTTP and gRPC both end here; Ray Serve, or one replica in this process, stands b
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -140,10 +141,22 @@ class _Output:
 class Service:
     """Runs requests: text out of tokens, deadlines, and going on elsewhere when a target is lost."""
 
-    def __init__(self, timeout_s: float = 600.0, resumes: int = 3) -> None:
-        """timeout_s: for a whole request. resumes: times in a row that going on elsewhere may bring nothing."""
+    def __init__(self, timeout_s: float = 600.0, resumes: int = 3, full_s: float = 0.1) -> None:
+        """timeout_s: for a whole request. resumes: times in a row that going on elsewhere may bring nothing.
+
+        full_s: a refusal speaks for the requests that come so soon after it, unless one ends before.
+        """
         self._timeout_s = timeout_s
-        self._resumes = resumes
+        self._resumes, self._full_s = resumes, full_s
+        self._full: dict[str, float] = {}  # models that just refused a request, and until when that counts
+
+    def admit(self, model: ServedModel) -> None:
+        """Raises Overloaded when a request to this model would be refused after all.
+
+        So that it can be before it is read and tokenized: with ten times too many requests, refusing is much of the work.
+        """
+        if time.monotonic() < self._full.get(model.name, 0.0):
+            raise Overloaded("other requests are waiting already")
 
     async def run(
         self, model: ServedModel, request: GenerationRequest, timeout_s: float | None = None
@@ -166,11 +179,13 @@ class Service:
                         if piece.tokens or piece.finish_reason is not None:
                             yield piece
                         if piece.finish_reason is not None:
+                            self._full.pop(model.name, None)  # there is room
                             return
             except (ReplicaLost, Closed):
                 pass
             except Overloaded:
                 if not output.tokens:
+                    self._full[model.name] = time.monotonic() + self._full_s
                     raise
             failures = 0 if len(output.tokens) > held else failures + 1
             if failures > self._resumes:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.intake import Overloaded
 from deployments.http import make_app
-from deployments.service import ReplicaLost, ServedModel
+from deployments.service import ReplicaLost, ServedModel, Service
 from engine.runner import ModelRunner
 from tests.cluster_fixtures import PATIENCE_S, until
 from tests.http_fixtures import (
@@ -212,6 +212,17 @@ def test_refusals_say_when_to_come_back(server: Server) -> None:
             assert status == expected
             assert_shape(answer)
             assert ("retry-after" in headers) == (expected != 500)
+
+
+def test_a_lone_model_that_is_full_refuses_requests_unread(server: Server) -> None:
+    model = replace(next(iter(server.models.values())), name="full", backend=Refusing(Overloaded("full")))
+    with serving(make_app({"full": model}, service=Service(full_s=PATIENCE_S))) as port:
+        alone = replace(server, port=port)
+        assert alone.ask("POST", "/v1/completions", {"prompt": "x"})[0] == 429
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            status, answer, headers = alone.ask("POST", path, b"no json")
+            assert (status, headers["retry-after"]) == (429, "1")
+            assert_shape(answer)
 
 
 def test_a_failure_in_a_stream_is_an_event_and_nothing_is_done(server: Server) -> None:

@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster import registry as registry_module
 from cluster.actors import DraftConfig, TargetConfig
 from cluster.draft import DraftReplica
+from cluster.intake import Overloaded
 from cluster.link import memory_link
 from cluster.local import LocalCluster
 from cluster.measures import MEASURES, Sample
@@ -34,6 +36,7 @@ from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
+from tests.http_fixtures import Refusing
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 40
@@ -150,6 +153,18 @@ def test_every_measure_has_a_name_that_prometheus_takes(
     assert "_created" not in text  # tools add up everything that begins with a counter's name
 
 
+def test_refusals_are_counted_with_those_that_were_not_looked_at(model: ServedModel) -> None:
+    latencies = Latencies("code")
+    service = MeasuredService({"code": latencies}, full_s=PATIENCE_S)
+    full = replace(model, backend=Refusing(Overloaded("full")))
+    request = GenerationRequest("r", exact.load_prompts(1)[0], SamplingParams(max_tokens=1))
+    with pytest.raises(Overloaded):
+        asyncio.run(anext(service.run(full, request)))
+    with pytest.raises(Overloaded):
+        service.admit(full)
+    assert latencies.finished == {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 2}
+
+
 def test_latencies_are_those_of_the_tokens(model: ServedModel) -> None:
     latencies = Latencies("code")
     for _ in range(2):
@@ -159,7 +174,7 @@ def test_latencies_are_those_of_the_tokens(model: ServedModel) -> None:
     assert values["paceline_time_to_first_token_seconds_count", "i"] == 3
     tokens = values["paceline_output_tokens_total", "i"]
     assert values["paceline_finished_total", "i"] == 3
-    assert latencies.finished == {"stop": 0, "length": 2, "error": 0, "cancelled": 1}
+    assert latencies.finished == {"stop": 0, "length": 2, "error": 0, "cancelled": 1, "refused": 0}
     assert latencies.open == 0
     assert 0 < values["paceline_inter_token_latency_seconds_count", "i"] < tokens
     assert 0 < values["paceline_time_to_first_token_seconds_sum", "i"] < PATIENCE_S

@@ -219,6 +219,26 @@ def test_errors_come_through(served: Make) -> None:
         collect(served(Broken()), request)
 
 
+def test_a_refusal_speaks_for_what_follows_until_a_request_ends(served: Make) -> None:
+    full = Full()
+    model, other = served(full), replace(served(), name="other")
+    (request,) = requests_for(model)
+
+    async def ask() -> None:
+        service = Service(full_s=PATIENCE_S)
+        service.admit(model)
+        with pytest.raises(Overloaded):
+            await anext(service.run(model, request))
+        with pytest.raises(Overloaded):
+            service.admit(model)
+        service.admit(other)
+        full.room = True
+        assert [piece async for piece in service.run(model, request)]
+        service.admit(model)
+
+    asyncio.run(ask())
+
+
 def test_a_deadline_ends_the_work(served: Make) -> None:
     silent = Silent()
     (request,) = requests_for(served())
