@@ -3,13 +3,16 @@
 python -m benchmarks.overload --out DIR     writes overload.json; exit code 1 unless everything held
 
 The peak is what clients get that wait for their answers, as many as there is room for. Then requests come at ten times that
-rate, whatever became of earlier ones (an open loop). Both alternate, since a machine's speed drifts.
+rate, whatever became of earlier ones (an open loop). Both alternate, since a machine's speed drifts. Goodput is tokens/s
+that reach clients, by the server's own count, since answers that end together make requests/s jump; none may break off.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -25,6 +28,7 @@ from benchmarks.server import ROOT, get, serving
 BATCH, QUEUE = 16, 16  # requests that run on a replica, and that wait for one
 KEPT = 0.9  # of the peak, at least
 _SETTLE_S = 5.0  # of a phase, not counted
+_TOKENS_OUT = re.compile(r"^paceline_output_tokens_total\{.*\} ([0-9.e+]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Client:
     """Asks for as many tokens each time."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, tokens: int) -> None:
-        self._session, self._url, self._tokens = session, f"{url}/v1/completions", tokens
+        self._session, self._url, self._tokens = session, url, tokens
         lines = (ROOT / "models" / "heldout.jsonl").read_text().splitlines()
         self._prompts = [json.loads(line) for line in lines]
         self.answers: list[Answer] = []
@@ -52,7 +56,7 @@ class Client:
         body = {"model": "code", "prompt": prompt, "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True}
         sent, status, retry_after = time.monotonic(), 0, None
         try:
-            async with self._session.post(self._url, json={**body, "stream": True}) as response:
+            async with self._session.post(f"{self._url}/v1/completions", json={**body, "stream": True}) as response:
                 text = await response.text()
                 retry_after = response.headers.get("Retry-After")
                 if response.status != 200 or text.rstrip().endswith("data: [DONE]"):
@@ -62,30 +66,39 @@ class Client:
         self.answers.append(Answer(status, sent, time.monotonic(), retry_after))
 
     async def closed(self, clients: int, seconds: float) -> float:
-        """So many clients that wait for their answers; requests per second that were served."""
+        """So many clients that wait for their answers; tokens/s that they got."""
         started = time.monotonic()
+        goodput = asyncio.create_task(self._goodput(seconds))
 
         async def go_on() -> None:
             while time.monotonic() < started + seconds:
                 await self.ask()
 
         await asyncio.gather(*(go_on() for _ in range(clients)))
-        return self._served(started, seconds)
+        return await goodput
 
     async def opened(self, rate: float, seconds: float) -> float:
-        """So many requests per second, one after the other by chance; how many were served."""
+        """So many requests per second, one after the other by chance; tokens/s that were served."""
         started = due = time.monotonic()
+        goodput = asyncio.create_task(self._goodput(seconds))
         asked = []
         while due < started + seconds:
             await asyncio.sleep(due - time.monotonic())
             asked.append(asyncio.create_task(self.ask()))
             due += random.expovariate(rate)
         await asyncio.gather(*asked)
-        return self._served(started, seconds)
+        return await goodput
 
-    def _served(self, started: float, seconds: float) -> float:
-        counted = [each for each in self.answers if started + _SETTLE_S <= each.ended <= started + seconds]
-        return sum(each.status == 200 for each in counted) / (seconds - _SETTLE_S)
+    async def _goodput(self, seconds: float) -> float:
+        await asyncio.sleep(_SETTLE_S)
+        first, started = await self._tokens_out(), time.monotonic()
+        await asyncio.sleep(seconds - _SETTLE_S)
+        return (await self._tokens_out() - first) / (time.monotonic() - started)
+
+    async def _tokens_out(self) -> float:
+        async with self._session.get(f"{self._url}/metrics") as response:
+            text = await response.text()
+        return sum(float(number) for number in _TOKENS_OUT.findall(text))
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -97,15 +110,16 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
         for _ in range(arguments.rounds):
             peak = await Client(session, url, arguments.tokens).closed(2 * BATCH, arguments.seconds)
             client = Client(session, url, arguments.tokens)
-            rounds.append((peak, await client.opened(arguments.times * peak, arguments.seconds)))
+            rate = arguments.times * peak / arguments.tokens  # requests per second
+            rounds.append((peak, await client.opened(rate, arguments.seconds)))
             answers += client.answers
         after = await Client(session, url, arguments.tokens).closed(2 * BATCH, arguments.seconds)
     waits = sorted(each.ended - each.sent for each in answers if each.status == 429)
     return {
         "tokens": arguments.tokens,
-        "peak_rps": [round(peak, 2) for peak, _ in rounds],
-        "overloaded_rps": [round(served, 2) for _, served in rounds],
-        "peak_after_rps": round(after, 2),
+        "peak_tps": [round(peak, 1) for peak, _ in rounds],
+        "overloaded_tps": [round(served, 1) for _, served in rounds],
+        "peak_after_tps": round(after, 1),
         "kept": round(statistics.median(served / peak for peak, served in rounds), 3),
         "statuses": dict(Counter(each.status for each in answers)),
         "refused_without_retry_after": sum(each.status == 429 and not each.retry_after for each in answers),
@@ -128,6 +142,23 @@ def complaints(result: dict[str, Any]) -> list[str]:
     return found
 
 
+def shared() -> dict[str, Any]:
+    """A target and a draft that share all cores with what serves them, and with the clients."""
+    folder = ROOT / "models"
+    target = {"checkpoint": str(folder / "code-target"), "max_batch": BATCH}
+    return {"name": "code", "target": target, "draft": {"checkpoint": str(folder / "code-draft")}}
+
+
+def apart() -> dict[str, Any]:
+    """A target with the first core to itself, as models have their accelerators; all else has the others."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, others)  # and of all processes that are started from now on
+    model = shared()
+    del model["draft"]
+    model["target"]["replicas"] = {"cores": [first]}
+    return model
+
+
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,17 +166,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="generated for each request")
     parser.add_argument("--times", type=float, default=10.0, help="of the peak")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--shared", action="store_true", help="a draft too, and no core apart for the target")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each phase")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    folder = ROOT / "models"
-    model = {
-        "name": "code",
-        "target": {"checkpoint": str(folder / "code-target"), "max_batch": BATCH},
-        "draft": {"checkpoint": str(folder / "code-draft")},
-    }
+    model = apart() if not arguments.shared else shared()
     with serving({"models": [model], "limits": {"queue": QUEUE}}, arguments.out) as url:
-        result = asyncio.run(measure(url, arguments))
+        result = {"shared": arguments.shared, **asyncio.run(measure(url, arguments))}
     (arguments.out / "overload.json").write_text(json.dumps(result, indent=1) + "\n")
     found = complaints(result)
     sys.stdout.write(json.dumps(result, indent=1) + "\n")

@@ -65,6 +65,8 @@ def make_config(target: Path, draft: Path | None, flush_s: float, http_port: int
         "name": "bench",
         "target": {"checkpoint": str(target), "flush_s": flush_s, "replicas": {"cores": cores[:1]}},
     }
+    if draft is None:
+        model["target"]["lookup"] = 0  # both then take the same steps
     if draft is not None:
         model["draft"] = {"checkpoint": str(draft), "host": "127.0.0.1", "replicas": {"cores": cores[1:2]}}
     return parse_config({"models": [model], "http": {"port": http_port}, "grpc": {"port": None}})
@@ -163,7 +165,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         name: statistics.median(row.tokens_per_s for row in rows if row.contender == name)
         for name in ("actors", "http")
     }
-    steps = {name: statistics.median(row.step_ms for row in rows if row.contender == name) for name in medians}
+    steps = {
+        name: round(statistics.median(row.step_ms for row in rows if row.contender == name), 1) for name in medians
+    }
     return {
         "actors_tps": medians["actors"],
         "http_tps": medians["http"],
@@ -183,7 +187,7 @@ def report(results: dict[str, Any]) -> None:
 
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/serving.json"),
-    layers: Annotated[int, typer.Option(help="of the target, expanded")] = 16,
+    layers: Annotated[int, typer.Option(help="of the target, expanded")] = 12,
     draft: Annotated[bool, typer.Option(help="with a draft on the second core, too")] = False,
     streams: Annotated[int, typer.Option(help="at the same time")] = 32,
     tokens: Annotated[int, typer.Option(help="of each")] = 128,

@@ -1,6 +1,7 @@
 """What replicas report about themselves: names, kinds and units. Plain values, so that whoever keeps them needs no model."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -13,6 +14,11 @@ class Buckets:
     bounds: tuple[float, ...]  # upper ones, ascending; a last bucket has none
     counts: tuple[int, ...]  # of observations in each bucket, one more than there are bounds
     total: float  # sum of all observations
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """(upper bound, observations up to it), the last one "+Inf", as Prometheus writes them."""
+        bounds = [*(str(bound) for bound in self.bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self.counts), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

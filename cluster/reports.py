@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ray.util import metrics
@@ -106,26 +106,37 @@ class RayExport:
         self._counted: dict[tuple[str, object], float] = {}
 
     def show(self, samples: Sequence[Sample]) -> None:
-        """Gauges as they are, counters by what they gained. Histograms are for whoever observes."""
+        """Gauges as they are, counters by what they gained.
+
+        Histograms as Prometheus's series of them, each a gauge: Ray's own have to be told every single observation, which
+        takes 0.1 ms.
+        """
         for sample in samples:
+            text = MEASURES[sample.name].text
             if isinstance(sample.value, Buckets):
-                continue
-            tags = {**self._tags, **dict(sample.labels)}
-            if MEASURES[sample.name].kind == "gauge":
-                self._metric(sample, metrics.Gauge).set(sample.value, tags)
+                series = sample.value.cumulative()
+                for bound, count in series:
+                    self._set(f"{sample.name}_bucket", text, count, {"le": bound})
+                self._set(f"{sample.name}_count", text, series[-1][1], {})
+                self._set(f"{sample.name}_sum", text, sample.value.total, {})
+            elif MEASURES[sample.name].kind == "gauge":
+                self._set(sample.name, text, sample.value, dict(sample.labels))
             else:
                 key = (sample.name, sample.labels)
                 gained = sample.value - self._counted.get(key, 0.0)
                 if gained > 0:
                     self._counted[key] = sample.value
-                    self._metric(sample, metrics.Counter).inc(gained, tags)
+                    labels = dict(sample.labels)
+                    self._metric(sample.name, text, labels, metrics.Counter).inc(gained, {**self._tags, **labels})
 
-    def _metric(self, sample: Sample, kind: type) -> Any:
-        if sample.name not in self._metrics:
-            labels = (*_LABELS, *(name for name, _ in sample.labels))
-            name = sample.name.replace(":", "_")
-            self._metrics[sample.name] = kind(name, description=MEASURES[sample.name].text, tag_keys=labels)
-        return self._metrics[sample.name]
+    def _set(self, name: str, text: str, value: float, labels: dict[str, str]) -> None:
+        self._metric(name, text, labels, metrics.Gauge).set(value, {**self._tags, **labels})
+
+    def _metric(self, name: str, text: str, labels: Iterable[str], kind: type) -> Any:
+        if name not in self._metrics:
+            keys = (*_LABELS, *labels)
+            self._metrics[name] = kind(name.replace(":", "_"), description=text, tag_keys=keys)
+        return self._metrics[name]
 
 
 class Reporter:

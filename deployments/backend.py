@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
+import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -15,7 +16,14 @@ from engine.types import GenerationRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 _READY_TIMEOUT_S = 2.0
-_LOST = (RayActorError, ObjectLostError, WorkerCrashedError, ReplicaUnavailableError, TaskCancelledError)
+_LOST = (
+    RayActorError,
+    ObjectLostError,
+    WorkerCrashedError,
+    ReplicaUnavailableError,
+    TaskCancelledError,
+    grpc.aio.AioRpcError,  # between replicas; Serve names only some of them
+)
 
 
 class ServeBackend:
@@ -24,7 +32,8 @@ class ServeBackend:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         """handle: of a TargetDeployment."""
         self._handle = handle
-        self._generate = handle.options(stream=True).generate
+        # Chunks over Serve's gRPC between replicas: as objects of Ray's each would cost much more.
+        self._generate = handle.options(stream=True, _by_reference=False).generate
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         """See Backend."""
@@ -66,11 +75,12 @@ async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk
     except _LOST as error:
         logger.info("a replica was lost: %s", type(error).__name__)
         raise ReplicaLost("the replica of this request is gone") from None
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, Closed):  # it is going away
-            raise ReplicaLost(str(cause)) from None
-        raise cause from None
+    except Closed as error:  # it is going away
+        raise ReplicaLost(str(error)) from None
+    except RayTaskError as error:  # how Ray brings what a replica raised; Serve's gRPC brings it as it is
+        if isinstance(error.cause, Closed):
+            raise ReplicaLost(str(error.cause)) from None
+        raise error.cause from None
     return chunk
 
 

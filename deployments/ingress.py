@@ -42,11 +42,11 @@ class Ingress(GrpcMethods):
         self._config = config
         self._backends = {model.name: ServeBackend(targets[model.name]) for model in config.models}
         models = {model.name: served_model(model, self._backends[model.name]) for model in config.models}
-        replica = f"ingress-{uuid.uuid4().hex[:12]}"
-        latencies = {name: Latencies(name, replica, exported=True) for name in models}
+        latencies = {name: Latencies() for name in models}
         service = MeasuredService(latencies, config.limits.request_timeout_s)
         super().__init__(models, service, ApiKeys(config.http.keys()), config.limits.body_bytes)
         self._registries = {name: registry.open() for name, registry in registries.items()}
+        replica = f"ingress-{uuid.uuid4().hex[:12]}"
         for name, registry in self._registries.items():
             Reporter(registry, name, replica, latencies[name].samples)
 

@@ -9,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -17,7 +16,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from ray.exceptions import RayError
-from ray.util import metrics
 
 from cluster.intake import Overloaded
 from cluster.measures import MEASURES, Buckets, Sample
@@ -58,26 +56,18 @@ class Histogram:
 class Latencies:
     """What the clients of one model experienced at one ingress replica."""
 
-    def __init__(self, model: str, replica: str = "", exported: bool = False) -> None:
-        """exported: through Ray's exporter too, piece by piece; the other samples get there with the reports."""
+    def __init__(self) -> None:
+        """Nothing yet."""
         self.first_token, self.between_tokens = Histogram(FIRST_TOKEN), Histogram(BETWEEN_TOKENS)
         self.open = 0
         self.tokens = 0
         self.resumed = 0
         self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 0}
-        self._tags = {"model_name": model, "replica": replica}
-        self._exported: dict[str, Any] = {}
-        if exported:
-            for name, bounds in BOUNDS.items():
-                self._exported[name] = metrics.Histogram(name, MEASURES[name].text, list(bounds), tuple(_LABELS))
 
     def token_came(self, histogram: Histogram, value_s: float, times: int) -> None:
         """One piece's tokens, each after so many seconds."""
         self.tokens += times
         histogram.observe(value_s, times)
-        if self._exported:
-            name = FIRST_TOKEN if histogram is self.first_token else BETWEEN_TOKENS
-            self._exported[name].observe(value_s, self._tags)
 
     def samples(self) -> list[Sample]:
         """For the ingress replica's report."""
@@ -173,8 +163,7 @@ def _family(sample: Sample) -> Metric:
 
 def _add(family: Any, labels: list[str], value: float | Buckets) -> None:
     if isinstance(value, Buckets):
-        bounds = [*(str(bound) for bound in value.bounds), "+Inf"]
-        family.add_metric(labels, list(zip(bounds, accumulate(value.counts), strict=True)), value.total)
+        family.add_metric(labels, value.cumulative(), value.total)
     else:
         family.add_metric(labels, value)
 

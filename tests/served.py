@@ -38,7 +38,7 @@ TARGETS, MAX_BATCH, QUEUE = 2, 8, 16
 STREAMS = 16  # at a time
 TEMPERATURES = (0.0, 0.8)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos")
-_LOOK_EVERY_S = 0.3
+_LOOK_EVERY_S = 0.1
 
 Targets = DeploymentHandle[Any]
 

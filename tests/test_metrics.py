@@ -26,10 +26,18 @@ from cluster.link import memory_link
 from cluster.local import LocalCluster
 from cluster.measures import MEASURES, Sample
 from cluster.registry import LEASE_S, Registry
-from cluster.reports import DraftReport, TargetReport
+from cluster.reports import DraftReport, RayExport, TargetReport
 from cluster.target import TargetReplica
 from deployments.local_backend import LocalBackend
-from deployments.metrics import Latencies, MeasuredService, Reports, gather_reports, make_metrics_router, render
+from deployments.metrics import (
+    BETWEEN_TOKENS,
+    Latencies,
+    MeasuredService,
+    Reports,
+    gather_reports,
+    make_metrics_router,
+    render,
+)
 from deployments.service import Piece, ServedModel
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
@@ -99,7 +107,7 @@ def test_what_a_target_and_a_draft_did_is_told(pair: tuple[TargetReplica, DraftR
     replica, drafting = pair
     report = TargetReport(replica)
     before = shown(t=report([0.25, 0.5]), d=DraftReport(drafting.stats)())
-    run(model, Latencies("code"))
+    run(model, Latencies())
     assert replica.wait_idle(PATIENCE_S)
     stats = replica.stats()
     after = shown(t=report(), d=DraftReport(drafting.stats)())
@@ -122,7 +130,7 @@ def test_what_a_target_and_a_draft_did_is_told(pair: tuple[TargetReplica, DraftR
 def test_places_in_the_path_are_counted_from_the_root(
     pair: tuple[TargetReplica, DraftReplica], model: ServedModel
 ) -> None:
-    run(model, Latencies("code"))
+    run(model, Latencies())
     counts = pair[0].accepted_at()
     assert counts == sorted(counts, reverse=True)
     assert 0 < counts[0] <= pair[0].stats().drafted
@@ -134,7 +142,7 @@ def test_counters_never_fall_while_a_replica_lives(
     report = TargetReport(pair[0])
     before = shown(t=report())
     for _ in range(3):
-        run(model, Latencies("code"), tokens=12)
+        run(model, Latencies(), tokens=12)
         after = shown(t=report())
         fallen = [key for key, value in before.items() if key[0].endswith("_total") and after[key] < value]
         assert not fallen
@@ -144,7 +152,7 @@ def test_counters_never_fall_while_a_replica_lives(
 def test_every_measure_has_a_name_that_prometheus_takes(
     pair: tuple[TargetReplica, DraftReplica], model: ServedModel
 ) -> None:
-    latencies = Latencies("code")
+    latencies = Latencies()
     run(model, latencies)
     samples = [*TargetReport(pair[0])([0.1]), *DraftReport(pair[1].stats)(), *latencies.samples()]
     assert {sample.name for sample in samples} == set(MEASURES)
@@ -154,7 +162,7 @@ def test_every_measure_has_a_name_that_prometheus_takes(
 
 
 def test_refusals_are_counted_with_those_that_were_not_looked_at(model: ServedModel) -> None:
-    latencies = Latencies("code")
+    latencies = Latencies()
     service = MeasuredService({"code": latencies}, full_s=PATIENCE_S)
     full = replace(model, backend=Refusing(Overloaded("full")))
     request = GenerationRequest("r", exact.load_prompts(1)[0], SamplingParams(max_tokens=1))
@@ -166,7 +174,7 @@ def test_refusals_are_counted_with_those_that_were_not_looked_at(model: ServedMo
 
 
 def test_latencies_are_those_of_the_tokens(model: ServedModel) -> None:
-    latencies = Latencies("code")
+    latencies = Latencies()
     for _ in range(2):
         run(model, latencies)
     run(model, latencies, tokens=500, upto=2)
@@ -249,12 +257,32 @@ def check_scrape(reports: Callable[[], Any]) -> None:
 
 
 def check_export(url: str) -> None:
-    """Ray's own exporter shows the same counter."""
+    """Ray's own exporter shows the same counter, and histograms as Prometheus's series of them."""
+    latencies = Latencies()
+    for seconds, times in ((0.004, 1), (0.02, 3), (99.0, 1)):
+        latencies.token_came(latencies.between_tokens, seconds, times)
+    export = RayExport("code", "ingress-1")
+    for _ in range(2):  # the same again changes nothing
+        export.show([latencies.between_tokens.sample()])
+    name = f"ray_{BETWEEN_TOKENS}"
+    expected = {
+        **{f'{name}_bucket le="{bound}"': count for bound, count in (("0.0025", 0), ("0.005", 1), ("0.02", 4))},
+        f'{name}_bucket le="+Inf"': 5,
+        f"{name}_count": 5,
+        f"{name}_sum": 99.064,
+    }
 
     def exported() -> bool:
         with urllib.request.urlopen(url, timeout=5) as answer:
             text = answer.read().decode()
-        lines = [line for line in text.splitlines() if line.startswith("ray_paceline_tokens")]
-        return any('model_name="code"' in line and float(line.rsplit(" ", 1)[1]) == TOKENS for line in lines)
+        lines = [line for line in text.splitlines() if 'model_name="code"' in line]
 
-    until(exported, "Ray exports the tokens")
+        def shows(series: str, value: float) -> bool:
+            parts = series.split()
+            found = [line for line in lines if line.startswith(f"{parts[0]}{{") and parts[-1] in line]
+            return any(float(line.rsplit(" ", 1)[1]) == pytest.approx(value) for line in found)
+
+        tokens = any(line.startswith("ray_paceline_tokens") and line.endswith(f" {TOKENS}.0") for line in lines)
+        return tokens and all(shows(series, value) for series, value in expected.items())
+
+    until(exported, "Ray exports the tokens and the latencies")
