@@ -14,6 +14,7 @@ from deployments.config import Delays, DraftOptions, ModelOptions, Resources, Se
 from deployments.ingress import Ingress
 from deployments.replicas import DraftDeployment, TargetDeployment
 
+INGRESS = "ingress"  # the deployment's name
 NAMESPACE = "paceline"  # of the registries
 _HEALTH_CHECK_S = 2.0
 _START_ATTEMPTS = 3  # of all replicas of a deployment: what fails so often will not load the next time
@@ -27,7 +28,7 @@ def build(args: ServeConfig) -> Application:
     targets = {model.name: _target(model, args) for model in args.models}
     drafts = {model.name: _draft(model, model.draft) for model in args.models if model.draft is not None}
     ingress = serve.deployment(
-        name="ingress",
+        name=INGRESS,
         num_replicas=args.http.replicas,
         max_ongoing_requests=_INGRESS_STREAMS,
         **_lifecycle(args.limits.drain_s),

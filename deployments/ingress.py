@@ -42,7 +42,7 @@ class Ingress(GrpcMethods):
         self._config = config
         self._backends = {model.name: ServeBackend(targets[model.name]) for model in config.models}
         models = {model.name: served_model(model, self._backends[model.name]) for model in config.models}
-        latencies = {name: Latencies() for name in models}
+        self._latencies = latencies = {name: Latencies() for name in models}
         service = MeasuredService(latencies, config.limits.request_timeout_s)
         super().__init__(models, service, ApiKeys(config.http.keys()), config.limits.body_bytes)
         self._registries = {name: registry.open() for name, registry in registries.items()}
@@ -58,8 +58,15 @@ class Ingress(GrpcMethods):
         app.include_router(make_metrics_router(lambda: gather_reports(self._registries)))
         return app
 
+    async def drain(self) -> int:
+        """Refuses requests from now on, each with an error of its protocol; how many samples are still being written."""
+        self._service.drain()
+        return sum(each.open for each in self._latencies.values())
+
     async def ready(self) -> bool:
         """Whether every model could answer: a replica is there, or a request would wake one."""
+        if self._service.draining:
+            return False
         awake = (model.name for model in self._config.models if model.target.scaling.min_replicas)
         return all(await asyncio.gather(*(self._backends[name].ready() for name in awake)))
 

@@ -13,18 +13,21 @@ from typing import Any, NoReturn
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from rich.console import Console
 
 from cluster.local import start_ray
-from deployments.app import registry_name
+from deployments.app import INGRESS, registry_name
 from deployments.config import BUILDER, ConfigError, HttpOptions, ServeConfig
 from deployments.ingress import GRPC_SERVICERS
 
 APPLICATION = "paceline"
 _POLL_S = 0.2
+_ASK_S = 5.0  # for an answer of all ingress replicas
+_LEAVE_S = 10.0  # for replicas without streams
 _LOOPBACK = "127.0.0.1"
 Progress = Callable[[str], None]
 
@@ -127,14 +130,27 @@ def deploy(config: ServeConfig, progress: Progress) -> None:
 
 def withdraw(config: ServeConfig) -> None:
     """Takes the application back: no new requests, what runs ends by itself, at most `limits.drain_s` later."""
+    deadline = time.monotonic() + config.limits.drain_s
+    _finish_streams(deadline)
     _client().delete_apps([APPLICATION], blocking=False)
-    deadline = time.monotonic() + config.limits.drain_s + 10
+    deadline += _LEAVE_S
     while APPLICATION in serve.status().applications and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     for model in config.models:
         with suppress(ValueError):  # it never was
             name = registry_name(model)
             ray.kill(ray.get_actor(name.name, name.namespace))
+
+
+def _finish_streams(deadline: float) -> None:
+    """Lets the ingress end what runs and refuse the rest: without an application, Serve would answer in its own way."""
+    found = serve.status().applications.get(APPLICATION)
+    if found is None or found.status != ApplicationStatus.RUNNING:
+        return
+    ingress: Any = serve.get_deployment_handle(INGRESS, APPLICATION)
+    with suppress(RayError, TimeoutError):
+        while sum(ingress.broadcast("drain").results(timeout_s=_ASK_S)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
 
 def print_ready(config: ServeConfig, console: Console) -> None:

@@ -149,12 +149,24 @@ class Service:
         self._timeout_s = timeout_s
         self._resumes, self._full_s = resumes, full_s
         self._full: dict[str, float] = {}  # models that just refused a request, and until when that counts
+        self._draining = False
+
+    def drain(self) -> None:
+        """Admits no more requests; those that run go on."""
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        """Whether it was drained."""
+        return self._draining
 
     def admit(self, model: ServedModel) -> None:
-        """Raises Overloaded when a request to this model would be refused after all.
+        """Raises Unavailable while draining, Overloaded when a request to this model would be refused after all.
 
         So that it can be before it is read and tokenized: with ten times too many requests, refusing is much of the work.
         """
+        if self._draining:
+            raise Unavailable("the server is going away")
         if time.monotonic() < self._full.get(model.name, 0.0):
             raise Overloaded("other requests are waiting already")
 

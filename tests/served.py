@@ -22,6 +22,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from cluster.local import start_ray
 from cluster.pb import generation_pb2 as pb
 from deployments.client import Client
 from deployments.config import ServeConfig, parse_config
@@ -73,7 +74,7 @@ def make_config(**target: Any) -> ServeConfig:
 @contextmanager
 def deployed(config: ServeConfig) -> Iterator[Targets]:
     """The application as `paceline serve` deploys it, in a Ray of its own; its targets."""
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+    start_ray()
     try:
         deploy(config, lambda text: None)
         yield serve.get_deployment_handle(f"{MODEL}-target", APPLICATION)

@@ -1,14 +1,17 @@
 """Targets and drafts under Ray Serve: streams through a handle are those of plain decoding, whoever is killed."""
 
 import asyncio
+import json
 import os
 import signal
 import urllib.request
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
+from urllib.error import HTTPError
 
 import pytest
 from ray import serve
@@ -18,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.intake import Overloaded
 from cluster.target import TargetStats
+from deployments.app import INGRESS
 from deployments.backend import ServeBackend
 from deployments.config import ServeConfig
 from deployments.serve import APPLICATION, base_url
@@ -247,3 +251,24 @@ def test_clients_get_plain_decodings_streams_also_when_a_target_is_killed(
     results = dict(served.compare(config, targets, target, requests))
     assert len(results) == 4
     assert not any(results.values()), results
+
+
+def test_while_streams_end_the_server_refuses_in_its_own_words(
+    targets: DeploymentHandle[Any], target: ModelRunner, config: ServeConfig
+) -> None:
+    """The last one here: nothing but taking the application back comes after draining."""
+    (request,) = exact.make_requests(exact.load_prompts(1), 0.0, 400)
+    request = replace(request, params=replace(request.params, logprobs=0))
+    api = served.OverHttp(config)
+    with ThreadPoolExecutor(1) as reader:
+        stream = reader.submit(api.read, request)
+        until(lambda: sum(each.running for each in stats(targets)) > 0, "the stream runs")
+        assert serve.get_deployment_handle(INGRESS, APPLICATION).broadcast("drain").results() == [1]
+        with pytest.raises(HTTPError) as refused:
+            api.read(request)
+        assert refused.value.code == 503
+        assert refused.value.headers["Retry-After"]
+        assert json.loads(refused.value.read())["error"]["code"] == "unavailable"
+        with pytest.raises(HTTPError):
+            urllib.request.urlopen(f"{base_url(config.http)}/ready")
+        assert stream.result().promised == api.expected(*decode(target, [request])).promised

@@ -219,6 +219,23 @@ def test_errors_come_through(served: Make) -> None:
         collect(served(Broken()), request)
 
 
+def test_a_drained_service_admits_nothing_and_finishes_what_runs(served: Make) -> None:
+    model = served()
+    (request,) = requests_for(model)
+
+    async def ask() -> None:
+        service = Service()
+        pieces = service.run(model, request)
+        first = await anext(pieces)
+        service.drain()
+        with pytest.raises(Unavailable):
+            service.admit(model)
+        rest = [piece async for piece in pieces]
+        assert [first, *rest][-1].finish_reason is not None
+
+    asyncio.run(ask())
+
+
 def test_a_refusal_speaks_for_what_follows_until_a_request_ends(served: Make) -> None:
     full = Full()
     model, other = served(full), replace(served(), name="other")
