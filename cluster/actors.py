@@ -16,7 +16,8 @@ import numpy as np
 import ray
 
 from cluster.draft import DraftReplica, DraftStats
-from cluster.grpc_link import ClientLink, DraftServer, connect
+from cluster.grpc_link import ClientLink, connect
+from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
 from cluster.measures import Sample
 from cluster.placement import Placement

@@ -3,16 +3,21 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numba
-
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled(function: F) -> F:
-    """Compiles a function of arrays and numbers at its first call, and keeps that on disk where it can."""
+    """Compiles a function of arrays and numbers at its first call, and keeps that on disk where it can.
+
+    Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different.
+    """
+    try:
+        from numba import njit  # noqa: PLC0415  not there, perhaps
+    except ImportError:
+        return function
     made: Any
     try:
-        made = numba.njit(cache=True)(function)
+        made = njit(cache=True)(function)
     except RuntimeError:  # no folder to keep it in: numba has no class for this
-        made = numba.njit()(function)
+        made = njit()(function)
     return made  # type: ignore[no-any-return]

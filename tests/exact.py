@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from cluster.draft import DraftReplica
 from cluster.faulty_link import FaultyLink
-from cluster.grpc_link import DraftServer, connect
+from cluster.grpc_link import connect
+from cluster.grpc_server import DraftServer
 from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window

@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster import link as link_module
 from cluster.faulty_link import FaultyLink, nonsense
-from cluster.grpc_link import METHOD, SERVICE, DraftServer, LinkOptions, connect
+from cluster.grpc_link import METHOD, SERVICE, LinkOptions, connect
+from cluster.grpc_server import DraftServer
 from cluster.link import Link, LinkError, memory_link
 from cluster.wire import decode_down, decode_up, encode_down, encode_up
 from engine.types import Close, Commit, Down, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up

@@ -17,7 +17,8 @@ from cluster import draft_state, intake
 from cluster import target as target_module
 from cluster.draft import DraftReplica
 from cluster.faulty_link import FaultyLink
-from cluster.grpc_link import DraftServer, connect
+from cluster.grpc_link import connect
+from cluster.grpc_server import DraftServer
 from cluster.intake import Closed, Overloaded
 from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
