@@ -271,6 +271,44 @@ def serve(
         run_server(chosen, address, Console(stderr=True, highlight=False))
 
 
+@app.command()
+def draft(
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="checkpoint of the draft", show_default="the bundled draft")
+    ] = None,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="where targets find it")] = "127.0.0.1:9100",
+    ngram: Annotated[bool, typer.Option("--ngram", help="no model: look n-grams up in each text")] = False,
+    dtype: DtypeOption = "auto",
+    kv_tokens: Annotated[int, typer.Option(min=256, help="tokens whose KV is kept, all sessions together")] = 65536,
+    threads: Annotated[int, typer.Option(min=1, help="of the model's arithmetic on CPUs")] = 1,
+    gpu: Annotated[bool, typer.Option("--gpu", help="on the first GPU")] = False,
+) -> None:
+    """Serves drafts to a vLLM that you have already, or to any other target, until it is interrupted.
+
+    vLLM needs the package and nothing else of ours: see docs/VLLM.md.
+
+    [dim]Examples[/dim]
+
+      paceline draft --model DIR --listen 0.0.0.0:9100
+
+      PACELINE_DRAFT=127.0.0.1:9100 vllm serve TARGET --speculative-config '{"method": "custom_class", ...}'
+    """
+    with one_line_errors():
+        from deployments.draft import parse_address
+
+        host, port = parse_address(listen)
+        folder = None if ngram else model or MODELS / "code-draft"
+        if folder is not None:
+            check_checkpoint(folder)
+    from cluster.link import LinkError
+    from deployments.draft import DraftFailed, DraftOptions, run_draft
+
+    with runtime_errors(LinkError, DraftFailed):
+        run_draft(
+            DraftOptions(folder, host, port, dtype, kv_tokens, threads, gpu), Console(stderr=True, highlight=False)
+        )
+
+
 config_app = typer.Typer(help="The configuration of 'paceline serve'.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="YAML")]

@@ -12,7 +12,7 @@ def compiled(function: F) -> F:
     Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different.
     """
     try:
-        from numba import njit  # noqa: PLC0415  not there, perhaps
+        from numba import njit
     except ImportError:
         return function
     made: Any

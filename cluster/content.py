@@ -1,0 +1,118 @@
+"""Sessions for an engine that names no requests: each row of its batch is known by its tokens alone.
+
+Pure: rows in, session ids and proposals out. What crosses the wire is TargetState's business, as for our own target.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cluster.target_state import TargetState
+from engine.tree import ROOT, TokenTree
+from engine.types import IntArray, SamplingParams
+
+_GREEDY = SamplingParams(temperature=0.0)  # vLLM takes drafts as certain: the likeliest token is the one to propose
+
+
+@dataclass
+class _Session:
+    """What a row held when it was last seen."""
+
+    id: int
+    tokens: IntArray  # [capacity]; the first `length` are its
+    length: int
+    seen: float  # seconds
+
+    def begins(self, row: IntArray) -> bool:
+        """Whether the row's text is this one, or goes on from it."""
+        return self.length <= len(row) and bool(np.array_equal(self.tokens[: self.length], row[: self.length]))
+
+    def grow(self, row: IntArray) -> list[int]:
+        """Takes the row's text; the tokens that are new."""
+        if len(row) > len(self.tokens):
+            self.tokens = np.resize(self.tokens, 2 * len(row))
+        new = row[self.length :]
+        self.tokens[self.length : len(row)] = new
+        self.length = len(row)
+        return [int(token) for token in new]
+
+
+@dataclass
+class ContentSessions:
+    """The sessions of a target whose batches come as rows of tokens, in any order."""
+
+    state: TargetState
+    lease_s: float = 20.0  # a session that no row showed for so long is given up; a row that returns opens another
+    most: int = 1024  # sessions
+    _held: dict[int, _Session] = field(default_factory=dict)  # by id
+    _rows: list[int] = field(default_factory=list)  # the session of each row of the last call; -1: none
+
+    def follow(self, rows: Sequence[IntArray], now: float) -> list[int]:
+        """Finds or opens the session of each row [n >= 0 tokens], and commits what is new in it; -1 for empty rows.
+
+        Rows move, jump ahead by any number of tokens, leave for a while and return; two rows with the same text have a
+        session each. now: seconds, of any clock.
+        """
+        self._expire(now)
+        free = dict(self._held)
+        found = [self._claim(free, row, self._rows[i] if i < len(self._rows) else -1) for i, row in enumerate(rows)]
+        for i, row in enumerate(rows):
+            if found[i] < 0 and len(row):
+                found[i] = self._search(free, row)
+        self._rows = [self._take(held, row, now) for held, row in zip(found, rows, strict=True)]
+        return self._rows
+
+    def _claim(self, free: dict[int, _Session], row: IntArray, likely: int) -> int:
+        """The session that was in this row the last time, if the row goes on from it; -1 otherwise."""
+        held = free.get(likely)
+        if held is None or not held.begins(row):
+            return -1
+        del free[likely]
+        return likely
+
+    def _search(self, free: dict[int, _Session], row: IntArray) -> int:
+        """The longest session that the row goes on from; -1 if there is none."""
+        for held in sorted(free.values(), key=lambda held: -held.length):
+            if held.begins(row):
+                del free[held.id]
+                return held.id
+        return -1
+
+    def _take(self, found: int, row: IntArray, now: float) -> int:
+        if not len(row):
+            return -1
+        if found < 0:
+            if len(self._held) >= self.most:
+                return -1
+            found = self.state.session_opened([int(token) for token in row], _GREEDY)
+            self._held[found] = _Session(found, np.array(row, np.int32), len(row), now)
+            return found
+        held = self._held[found]
+        held.seen = now
+        if new := held.grow(row):
+            self.state.tokens_committed(found, new)
+        return found
+
+    def _expire(self, now: float) -> None:
+        for session in [held.id for held in self._held.values() if now - held.seen > self.lease_s]:
+            del self._held[session]
+            self.state.session_closed(session)
+
+
+def likeliest(tree: TokenTree, most: int, least: float) -> list[int]:
+    """Up to `most` tokens along the most confident children, as long as the path's probability is at least `least`.
+
+    A mirror's probabilities say how sure the draft is of a path; verifying what hardly ever holds costs the target a row.
+    """
+    node = ROOT
+    tokens: list[int] = []
+    while len(tokens) < most:
+        children = np.flatnonzero(tree.parent[: tree.size] == node)
+        if not len(children):
+            break
+        node = int(children[np.argmax(tree.confidence[children])])
+        if tree.probability[node] < least:
+            break
+        tokens.append(int(tree.token[node]))
+    return tokens

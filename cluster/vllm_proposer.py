@@ -1,0 +1,192 @@
+"""Drafts from a draft service for an unmodified vLLM: `--speculative-config '{"method": "custom_class", ...}'`.
+
+    PACELINE_DRAFT=host:port[,host:port...] vllm serve MODEL --speculative-config '{"method": "custom_class",
+        "model": "cluster.vllm_proposer.RemoteProposer", "num_speculative_tokens": 5}'
+
+vLLM calls `propose` after each step with what it sampled. The answer comes from the mirrors at once; what was committed goes
+to the draft service, whose growth comes while vLLM runs its next step. A service that is dead, slow or missing means no
+drafts. Needs grpcio, protobuf and numpy only, which vLLM has.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cluster.content import ContentSessions, likeliest
+from cluster.grpc_link import ClientLink, connect
+from cluster.link import LinkError
+from cluster.target_state import TargetState
+from engine.types import IntArray
+
+logger = logging.getLogger(__name__)
+ADDRESSES = "PACELINE_DRAFT"  # draft services, several separated by commas
+WAIT_MS = "PACELINE_DRAFT_WAIT_MS"  # for growth, when no row has a proposal
+_CONNECT_TIMEOUT_S = 2.0
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerOptions:
+    """How drafts are asked for."""
+
+    addresses: tuple[str, ...]
+    most: int  # tokens of a proposal
+    vocab_size: int
+    wait_s: float = 0.003  # the longest stall of a step: for growth, when no row has a proposal
+    least: float = 0.05  # probability of a path; what is less probable is not proposed
+
+
+class RemoteProposer:
+    """The class that vLLM loads; see the top. Configured by the environment, since vLLM has no other way."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """vllm_config: vllm.config.VllmConfig. Raises ValueError when no draft service is named."""
+        addresses = tuple(filter(None, (part.strip() for part in os.environ.get(ADDRESSES, "").split(","))))
+        if not addresses:
+            raise ValueError(f"{ADDRESSES} names no draft service: set it to host:port")
+        options = ProposerOptions(
+            addresses,
+            int(vllm_config.speculative_config.num_speculative_tokens),
+            int(vllm_config.model_config.get_vocab_size()),
+            float(os.environ.get(WAIT_MS, "3")) / 1000,
+        )
+        self._proposals = Proposals(options) if _answers() else None
+
+    def load_model(self, *arguments: Any, **more: Any) -> None:
+        """For vLLM; there is nothing to load."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: "np.typing.NDArray[np.int32]",
+        token_ids_cpu: "np.typing.NDArray[np.int32]",
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """For each row, up to `num_speculative_tokens` tokens; none where the row sampled nothing, and after any failure.
+
+        sampled_token_ids: of this step, empty for rows that prefill. num_tokens_no_spec [rows]: tokens of each row with
+        them. token_ids_cpu [rows, longest]: the tokens.
+        """
+        if self._proposals is None:
+            return [[] for _ in sampled_token_ids]
+        rows = [token_ids_cpu[i, : int(num_tokens_no_spec[i])] for i in range(len(sampled_token_ids))]
+        try:
+            return self._proposals.propose(rows, [bool(sampled) for sampled in sampled_token_ids])
+        except Exception:  # whatever it is, vLLM goes on without drafts
+            logger.exception("no drafts from now on")
+            self._proposals.close()
+            self._proposals = None
+            return [[] for _ in sampled_token_ids]
+
+
+def _answers() -> bool:
+    """Whether vLLM takes this process' proposals: of tensor-parallel ranks, the first one's."""
+    from vllm.distributed.parallel_state import (  # type: ignore[import-not-found,unused-ignore]
+        get_tensor_model_parallel_rank,
+    )
+
+    return int(get_tensor_model_parallel_rank()) == 0
+
+
+class Proposals:
+    """Sessions by content, links to draft services, and what the mirrors hold. One thread calls `propose`."""
+
+    def __init__(self, options: ProposerOptions) -> None:
+        """Connects in the background, again and again as services come and go."""
+        self._options = options
+        self._state = TargetState(options.vocab_size, replica=int.from_bytes(os.urandom(2)))
+        self._sessions = ContentSessions(self._state)
+        self._links: dict[int, ClientLink] = {}
+        self._next_link = 0
+        self._made: queue.SimpleQueue[ClientLink] = queue.SimpleQueue()
+        self._arrived = threading.Event()  # something can be received
+        self._connected: dict[str, ClientLink] = {}  # by address; the connecting thread's
+        self._closing = threading.Event()
+        self._connecting = threading.Thread(target=self._keep_connected, name="paceline-connect", daemon=True)
+        self._connecting.start()
+
+    def propose(self, rows: Sequence[IntArray], sampled: Sequence[bool]) -> list[list[int]]:
+        """rows: all tokens of each sequence, committed now. sampled: whether it decodes; others get no proposal."""
+        self._receive()
+        sessions = self._sessions.follow(rows, time.monotonic())
+        self._send()
+        wanted = [session for session, decodes in zip(sessions, sampled, strict=True) if decodes and session >= 0]
+        self._wait(wanted)
+        return [
+            self._proposal(session) if decodes and session >= 0 else []
+            for session, decodes in zip(sessions, sampled, strict=True)
+        ]
+
+    @property
+    def drafts(self) -> int:
+        """Services that are linked."""
+        return len(self._links)
+
+    def close(self) -> None:
+        """Ends all links."""
+        self._closing.set()
+        self._connecting.join()
+        self._join_new()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _proposal(self, session: int) -> list[int]:
+        return likeliest(self._state.mirror(session), self._options.most, self._options.least)
+
+    def _wait(self, sessions: Sequence[int]) -> None:
+        """A bounded time for growth where nothing at all could be proposed: one row's miss holds up no other's hit."""
+        deadline = time.monotonic() + self._options.wait_s
+        attached = [session for session in sessions if self._state.attached(session)]
+        if len(attached) < len(sessions):
+            return
+        while attached and not any(self._state.hit(session) for session in attached):
+            self._arrived.clear()
+            self._receive()
+            left = deadline - time.monotonic()
+            if any(self._state.hit(session) for session in attached) or left <= 0 or not self._arrived.wait(left):
+                return
+            self._receive()
+
+    def _join_new(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                link = self._made.get_nowait()
+                link.set_notify(self._arrived.set)
+                self._links[self._next_link] = link
+                self._state.draft_joined(self._next_link)
+                self._next_link += 1
+
+    def _receive(self) -> None:
+        self._join_new()
+        for draft, link in list(self._links.items()):
+            alive = link.alive
+            for message in link.receive():
+                self._state.received(draft, message)
+            if not alive:
+                del self._links[draft]
+                self._state.draft_left(draft)
+
+    def _send(self) -> None:
+        for draft, messages in self._state.take_messages().items():
+            self._links[draft].send(messages)
+
+    def _keep_connected(self) -> None:
+        while not self._closing.is_set():
+            for address in self._options.addresses:
+                held = self._connected.get(address)
+                if held is not None and held.alive:
+                    continue
+                with suppress(LinkError):  # not there yet, or not any more
+                    self._connected[address] = connect(address, _CONNECT_TIMEOUT_S)
+                    self._made.put(self._connected[address])
+                    logger.info("drafts come from %s", address)
+            self._closing.wait(_LOOK_EVERY_S)

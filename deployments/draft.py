@@ -1,0 +1,72 @@
+"""`paceline draft`: one draft service by itself, for people who have an engine already. No Ray is started."""
+
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.actors import DraftConfig, make_drafter, works
+from cluster.draft import DraftReplica
+from cluster.grpc_server import DraftServer
+from cluster.placement import Placement
+from engine.runner import Dtype
+
+_LOOK_EVERY_S = 1.0
+
+
+class DraftFailed(RuntimeError):
+    """The draft's loop failed or hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """What `paceline draft` runs."""
+
+    model: Path | None  # None: n-gram lookup
+    host: str
+    port: int
+    dtype: Dtype = "auto"
+    kv_tokens: int = 65536
+    threads: int = 1
+    gpu: bool = False
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """(host, port) of "host:port"; port 0 takes any. Raises ValueError."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--listen: {text!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def run_draft(options: DraftOptions, console: Console) -> None:
+    """Serves until it is interrupted. Raises ModelError, LinkError when the port can't be had, or DraftFailed."""
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    placement = Placement(threads=options.threads, gpus=float(options.gpu))
+    placement.apply_to_process()
+    with console.status("loading the draft"):
+        drafter = make_drafter(DraftConfig(options.model, options.dtype, options.kv_tokens), placement)
+    replica = DraftReplica(drafter, placement)
+    try:
+        server = DraftServer(options.host, options.port, replica.add_link)
+        console.print(
+            f"[bold]ready[/bold]  drafts at {server.address}\n\n  {_HINT.format(server.address)}\n", soft_wrap=True
+        )
+        console.print("[dim]Ctrl-C ends it[/dim]")
+        while not stopping.wait(_LOOK_EVERY_S):
+            if not works(replica):
+                raise DraftFailed("the draft failed or hangs")
+        server.stop()
+    finally:
+        replica.close()
+    console.print("stopped")
+
+
+_HINT = (
+    "PACELINE_DRAFT={} vllm serve TARGET --speculative-config "
+    '\'{{"method": "custom_class", "model": "cluster.vllm_proposer.RemoteProposer", "num_speculative_tokens": 5}}\''
+)

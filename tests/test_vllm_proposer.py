@@ -1,0 +1,175 @@
+"""Drafts for an engine that shows rows of tokens and nothing else: sessions by content, proposals from the mirror."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from cluster.content import ContentSessions, likeliest
+from cluster.draft import DraftReplica
+from cluster.grpc_server import DraftServer
+from cluster.link import LinkError
+from cluster.target_state import TargetState
+from cluster.vllm_proposer import Proposals, ProposerOptions
+from deployments.draft import parse_address
+from engine.decode import decode
+from engine.drafters.model import ModelDrafter
+from engine.runner import ModelRunner
+from engine.tree import ROOT, TokenTree
+from engine.types import IntArray
+from tests import exact
+from tests.cluster_fixtures import PATIENCE_S, until
+
+VOCAB, MOST, TOKENS = 4096, 5, 48
+
+
+def row(*tokens: int) -> IntArray:
+    return np.asarray(tokens, np.int32)
+
+
+@pytest.fixture
+def sessions() -> Iterator[ContentSessions]:
+    """Of a target without drafts, audited."""
+    made = ContentSessions(TargetState(VOCAB), lease_s=10.0)
+    yield made
+    made.state.check()
+
+
+def test_a_row_is_known_by_its_tokens_wherever_it_stands(sessions: ContentSessions) -> None:
+    one, other = sessions.follow([row(1, 2), row(3, 4)], 0.0)
+    assert sessions.follow([row(3, 4, 5), row(1, 2, 9)], 0.0) == [other, one]
+    assert sessions.follow([row(1, 2, 9, 9)], 0.0) == [one]
+    assert sessions.follow([row(3, 4, 5, 6, 7, 8), row(1, 2, 9, 9)], 0.0) == [other, one]  # it was away, and jumped
+    assert sessions.state.tokens(other) == [3, 4, 5, 6, 7, 8]
+
+
+def test_rows_with_the_same_text_have_a_session_each(sessions: ContentSessions) -> None:
+    one, other = sessions.follow([row(1, 2), row(1, 2)], 0.0)
+    assert one != other
+    assert sessions.follow([row(1, 2, 3), row(1, 2, 4)], 0.0) == [one, other]
+    assert sessions.follow([row(1, 2, 4, 5), row(1, 2, 3, 5)], 0.0) == [other, one]
+
+
+def test_a_text_that_changed_is_another_session_and_the_old_one_ends_with_its_lease(sessions: ContentSessions) -> None:
+    (one,) = sessions.follow([row(1, 2, 3)], 0.0)
+    (other,) = sessions.follow([row(1, 9, 3)], 5.0)
+    assert other != one
+    assert sessions.state.sessions == 2
+    assert sessions.follow([row(1, 9, 3, 4), row()], 11.0) == [other, -1]
+    assert sessions.state.sessions == 1
+    (back,) = sessions.follow([row(1, 2, 3)], 12.0)
+    assert back not in (one, other)
+
+
+def test_there_are_never_more_sessions_than_allowed(sessions: ContentSessions) -> None:
+    sessions.most = 2
+    assert -1 not in sessions.follow([row(1), row(2)], 0.0)
+    assert sessions.follow([row(1), row(2), row(3)], 0.0)[2] == -1
+
+
+def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> None:
+    tree = TokenTree(0)
+    parents = np.asarray([-1, -1, 1, 2], np.int32)
+    tree.graft([], parents, row(7, 8, 9, 10), np.asarray([0.2, 0.7, 0.5, 0.1], np.float32))
+    assert tree.token[ROOT] == 0
+    assert likeliest(tree, 5, 0.3) == [8, 9]
+    assert likeliest(tree, 5, 0.0) == [8, 9, 10]
+    assert likeliest(tree, 1, 0.0) == [8]
+
+
+@pytest.mark.parametrize("text", ["9100", ":9100", "host:", "host:x", "host:70000"])
+def test_an_address_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        parse_address(text)
+
+
+class Engine:
+    """Does with proposals what vLLM does: takes what its own greedy text confirms, in rows whose order changes."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> None:
+        self._prompts, self._texts = prompts, texts
+        self._done = [0] * len(texts)  # tokens of each text that are committed
+        self.proposed = self.accepted = 0
+        self._dice = random.Random(0)
+
+    def run(self, proposals: Proposals) -> None:
+        """Until all texts are written. The first rows are prefills: they sampled nothing."""
+        waiting: dict[int, list[int]] = {}
+        prefilled: set[int] = set()
+        while order := [i for i in range(len(self._texts)) if self._done[i] < len(self._texts[i])]:
+            self._dice.shuffle(order)
+            rows, sampled = [], []
+            for i in order:
+                if i in prefilled:
+                    self._step(i, waiting.pop(i, []))
+                rows.append(row(*self._prompts[i], *self._texts[i][: self._done[i]]))
+                sampled.append(i in prefilled)
+                prefilled.add(i)
+            answers = proposals.propose(rows, sampled)
+            assert all(len(answer) <= MOST for answer in answers)
+            assert all(not answer for answer, decodes in zip(answers, sampled, strict=True) if not decodes)
+            waiting = dict(zip(order, answers, strict=True))
+            time.sleep(0.01)  # the target's step, in which the draft works
+
+    def _step(self, i: int, proposal: list[int]) -> None:
+        text = self._texts[i][self._done[i] :]
+        right = next((at for at, (a, b) in enumerate(zip(proposal, text, strict=False)) if a != b), len(proposal))
+        self.proposed += len(proposal)
+        self.accepted += min(right, len(text))
+        self._done[i] = min(len(self._texts[i]), self._done[i] + right + 1)
+
+
+def options(*addresses: str, wait_s: float = 0.003) -> ProposerOptions:
+    return ProposerOptions(addresses, MOST, VOCAB, wait_s)
+
+
+def test_proposals_over_grpc_are_mostly_right_also_after_the_service_was_replaced(
+    target: ModelRunner, draft: ModelRunner
+) -> None:
+    prompts = exact.load_prompts(3)
+    requests = exact.make_requests(prompts, 0.0, TOKENS)
+    texts = [generation.tokens for generation in decode(target, requests)]
+    address = ""
+    proposals = None
+    for _ in range(2):  # the second service takes the first one's place
+        replica = DraftReplica(ModelDrafter(draft))
+        server = DraftServer("127.0.0.1", int(address.rpartition(":")[2] or 0), replica.add_link)
+        address = server.address
+        proposals = proposals or Proposals(options(address))
+        until(lambda: connected(proposals, 1), "the service is found")  # noqa: B023
+        engine = Engine(prompts, texts)
+        engine.run(proposals)
+        assert engine.accepted > 0.5 * engine.proposed > 0
+        server.stop()
+        replica.close()
+        until(lambda: connected(proposals, 0), "its end is noticed")  # noqa: B023
+        Engine(prompts, texts).run(proposals)  # without any service: no drafts, no error
+    assert proposals is not None
+    proposals.close()
+
+
+def connected(proposals: Proposals | None, services: int) -> bool:
+    assert proposals is not None
+    proposals.propose([], [])
+    return proposals.drafts == services
+
+
+def test_a_service_that_never_answers_stalls_a_step_no_longer_than_told() -> None:
+    silent = DraftServer("127.0.0.1", 0, lambda link: None)  # takes streams, and says nothing
+    proposals = Proposals(options(silent.address, wait_s=0.05))
+    until(lambda: connected(proposals, 1), "the service is found")
+    started = time.monotonic()
+    assert proposals.propose([row(1, 2, 3), row(4, 5)], [True, True]) == [[], []]
+    assert 0.05 <= time.monotonic() - started < PATIENCE_S
+    assert proposals.propose([row(1, 2, 3), row(4, 5)], [False, False]) == [[], []]
+    proposals.close()
+    silent.stop()
+
+
+def test_a_port_that_is_taken_is_told(draft: ModelRunner) -> None:
+    held = DraftServer("127.0.0.1", 0, lambda link: None)
+    with pytest.raises(LinkError, match="cannot listen"):
+        DraftServer("127.0.0.1", int(held.address.rpartition(":")[2]), lambda link: None)
+    held.stop()
