@@ -1,0 +1,194 @@
+"""Drafts of `paceline draft` under an unmodified vLLM, beside vLLM's own ways to draft, in one run.
+
+    python -m benchmarks.vllm_drafts --json FILE
+
+Needs `make vllm`. Each contender is an engine in a process of its own, with one thread on the first core; the draft service
+has the second, vLLM's own draft model runs in the engine. They take turns, prompt by prompt. `hook` is the cost of the way
+in: our class with no service behind it.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.server import ROOT, free_port
+from engine.text import load_tokenizer
+
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+TARGET, DRAFT = ROOT / "models" / "code-target", ROOT / "models" / "code-draft"
+CONTEXT = 1024
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A contender's process."""
+
+    name: str
+    process: "subprocess.Popen[str]"
+
+    def ask(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Writes so many tokens for each prompt, all at the same time."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._line())
+        return answer
+
+    def wait_ready(self) -> None:
+        """Raises SystemExit when it ended instead."""
+        self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended; see its log")
+        return line
+
+
+def contenders(k: int) -> dict[str, dict[str, Any] | None]:
+    """vLLM's speculative configuration of each."""
+    ours = {"method": "custom_class", "model": "cluster.vllm_proposer.RemoteProposer", "num_speculative_tokens": k}
+    return {
+        "plain": None,
+        "hook": ours,
+        "ngram": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 4, "prompt_lookup_min": 1},
+        "draft_model": {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": k},
+        "paceline": ours,
+    }
+
+
+@contextmanager
+def engine(name: str, config: dict[str, Any] | None, service: str, streams: int, out: Path) -> Iterator[Engine]:
+    """A vLLM on the first core."""
+    core = min(os.sched_getaffinity(0))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PACELINE_DRAFT": service,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [str(PYTHON), str(ROOT / "benchmarks" / "vllm_worker.py"), str(TARGET), json.dumps(config)]
+    with (out / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, str(CONTEXT), str(streams)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        )
+        with process:
+            yield Engine(name, process)
+            process.terminate()
+
+
+@contextmanager
+def draft_service(out: Path) -> Iterator[str]:
+    """`paceline draft` on the last core; its address."""
+    address = f"127.0.0.1:{free_port()}"
+    core = max(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", "from deployments.cli import app; app()", "draft", "--listen", address]
+    with (out / "draft.log").open("w") as log:
+        process = subprocess.Popen(
+            ["taskset", "-c", str(core), *command],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        with process:
+            yield address
+            process.terminate()
+
+
+def measure(engines: list[Engine], batches: list[list[list[int]]], tokens: int) -> dict[str, list[dict[str, Any]]]:
+    """The answers of each contender, batch by batch; they take turns. The first batch warms up."""
+    answers: dict[str, list[dict[str, Any]]] = {each.name: [] for each in engines}
+    for each in engines:
+        each.wait_ready()
+    for batch in track(batches, "measuring", console=console):
+        for each in engines:
+            answers[each.name].append(each.ask(batch, tokens))
+    return {name: held[1:] for name, held in answers.items()}
+
+
+def rows(answers: dict[str, list[dict[str, Any]]], streams: int) -> list[dict[str, Any]]:
+    """One row a contender: medians over batches, and whether its texts are those of plain vLLM."""
+    plain = answers["plain"]
+    found = []
+    for name, held in answers.items():
+        tps = [sum(map(len, answer["texts"])) / answer["seconds"] for answer in held]
+        ratios = [one["seconds"] / other["seconds"] for one, other in zip(plain, held, strict=True)]
+        tokens = sum(len(text) for answer in held for text in answer["texts"])
+        count = {key.rpartition("num_")[2]: sum(a["counts"].get(key, 0) for a in held) for key in held[0]["counts"]}
+        drafts, accepted = count.get("drafts", 0), count.get("accepted_tokens", 0)
+        found.append(
+            {
+                "contender": name,
+                "streams": streams,
+                "tokens_per_s": round(statistics.median(tps), 1),
+                "over_plain": round(statistics.median(ratios), 3),
+                "tokens_per_step": round(tokens / (tokens - accepted), 3),
+                "acceptance": round(accepted / count["draft_tokens"], 3) if drafts else None,
+                "equal": sum(
+                    a == b
+                    for x, y in zip(held, plain, strict=True)
+                    for a, b in zip(x["texts"], y["texts"], strict=True)
+                ),
+                "texts": sum(len(answer["texts"]) for answer in held),
+            }
+        )
+    return found
+
+
+def main(
+    json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/vllm-drafts.json"),
+    count: Annotated[int, typer.Option(help="batches, one to warm up apart")] = 6,
+    streams: Annotated[int, typer.Option(help="prompts at the same time")] = 1,
+    tokens: Annotated[int, typer.Option(help="written for each prompt")] = 128,
+    k: Annotated[int, typer.Option(help="draft tokens per step")] = 5,
+) -> None:
+    """Measures tokens/s of an unmodified vLLM with and without our drafts."""
+    if not PYTHON.exists():
+        raise SystemExit("there is no vLLM: run 'make vllm'")
+    out = json_file.parent
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(TARGET)
+    lines = (ROOT / "models" / "heldout.jsonl").read_text().splitlines()[: streams * (count + 1)]
+    prompts = [list(tokenizer(json.loads(line))["input_ids"]) for line in lines]
+    batches = [prompts[i : i + streams] for i in range(0, len(prompts), streams)]
+    with ExitStack() as stack:
+        address = stack.enter_context(draft_service(out))
+        nobody = f"127.0.0.1:{free_port()}"
+        engines = [
+            stack.enter_context(engine(name, config, nobody if name == "hook" else address, streams, out))
+            for name, config in contenders(k).items()
+        ]
+        found = rows(measure(engines, batches, tokens), streams)
+    table = Table(*found[0])
+    for row in found:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+    json_file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,55 @@
+"""One vLLM engine in a process of its own, for benchmarks.vllm_drafts: runs in .venv-vllm, where nothing of ours is installed.
+
+    python vllm_worker.py TARGET '{"method": ...}' CONTEXT STREAMS
+
+Each line on standard input is a JSON object: prompts as token ids, and how many tokens to write for each. Each answer is a
+line on standard output.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    """See the top."""
+    target, speculation, context, streams = sys.argv[1:]
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # vLLM prints
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
+
+    engine = LLM(
+        target,
+        dtype="float32",
+        max_model_len=int(context),
+        max_num_seqs=int(streams),
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        speculative_config=json.loads(speculation),
+        disable_log_stats=False,
+    )
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        params = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+        before, started = counted(engine), time.monotonic()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.monotonic() - started
+        after = counted(engine)
+        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        counts = {name: after[name] - before.get(name, 0) for name in after}
+        answers.write(json.dumps({"seconds": seconds, "texts": texts, "counts": counts}) + "\n")
+        answers.flush()
+
+
+def counted(engine: Any) -> dict[str, float]:
+    """The counters of speculation."""
+    named = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
+    return {name: value for name, value in named.items() if "spec_decode" in name and value is not None}
+
+
+if __name__ == "__main__":
+    main()
