@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -101,8 +102,8 @@ def engine(name: str, config: dict[str, Any] | None, service: str, streams: int,
 
 
 @contextmanager
-def draft_service(out: Path) -> Iterator[str]:
-    """`paceline draft` on the last core; its address."""
+def draft_service(out: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """`paceline draft` on the last core; its address and process, once it is ready."""
     address = f"127.0.0.1:{free_port()}"
     core = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", "from deployments.cli import app; app()", "draft", "--listen", address]
@@ -115,7 +116,11 @@ def draft_service(out: Path) -> Iterator[str]:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         with process:
-            yield address
+            while "ready" not in (out / "draft.log").read_text():
+                if process.poll() is not None:
+                    raise SystemExit("the draft service ended; see its log")
+                time.sleep(0.2)
+            yield address, process
             process.terminate()
 
 
@@ -176,7 +181,7 @@ def main(
     prompts = [list(tokenizer(json.loads(line))["input_ids"]) for line in lines]
     batches = [prompts[i : i + streams] for i in range(0, len(prompts), streams)]
     with ExitStack() as stack:
-        address = stack.enter_context(draft_service(out))
+        address, _ = stack.enter_context(draft_service(out))
         nobody = f"127.0.0.1:{free_port()}"
         engines = [
             stack.enter_context(engine(name, config, nobody if name == "hook" else address, streams, out))

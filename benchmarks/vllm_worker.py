@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own, for benchmarks.vllm_drafts: runs in .venv-vllm, where nothing of ours is installed.
+"""One vLLM engine in a process of its own, for benchmarks.vllm_drafts: runs in .venv-vllm, without anything of ours in it.
 
     python vllm_worker.py TARGET '{"method": ...}' CONTEXT STREAMS
 
