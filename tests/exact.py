@@ -26,6 +26,7 @@ from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
+from engine.drafters.suffix import SuffixDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
@@ -110,6 +111,8 @@ SPECULATIONS: dict[str, Make] = {
     "ngram-3": ngram(3),
     "ngram-12": ngram(12),
     "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
+    "suffix-chain": lambda draft: Speculation(SuffixDrafter(), FixedChain(12), 1),
+    "suffix-tree": lambda draft: Speculation(SuffixDrafter(), FixedTree(24), 1),
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),

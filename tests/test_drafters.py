@@ -1,0 +1,180 @@
+"""Drafters without a model: what they look up, what they keep, and that nobody can tell from the output."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.decode import Generation
+from engine.drafters.past import LONGEST, Past
+from engine.drafters.suffix import SuffixDrafter
+from engine.drafters.votes import NOTHING, hang_votes
+from engine.runner import ModelRunner
+from engine.tree import ROOT, TokenTree
+from engine.types import GenerationRequest, SamplingParams
+from tests import exact
+from tests.exact import Tokens, differences, make_requests, run
+
+TOKENS = 32
+SEEKING = [name for name in exact.SPECULATIONS if name.startswith("suffix")]
+texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def plain(_target: ModelRunner, prompts: list[Tokens]) -> dict[float, list[Generation]]:
+    """Plain decoding of three prompts, one that repeats itself among them, by temperature."""
+    return {temperature: run(_target, requests(prompts, temperature), batch=1) for temperature in (0.0, 0.8)}
+
+
+def requests(prompts: list[Tokens], temperature: float) -> list[GenerationRequest]:
+    return make_requests([prompts[0], prompts[2][:12] * 3, prompts[4]], temperature, TOKENS)
+
+
+def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    """The confidence of each node below the root, by the tokens that lead to it."""
+    return {
+        tuple(tree.token[tree.lineage(node)[1:]].tolist()): float(tree.confidence[node]) for node in range(1, tree.size)
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", SEEKING)
+def test_nobody_can_tell_from_the_output(
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompts: list[Tokens],
+    plain: dict[float, list[Generation]],
+    name: str,
+    temperature: float,
+) -> None:
+    speculation = exact.SPECULATIONS[name](draft)
+    for batch in (3, 1):  # what the first run taught the drafter is used in the second
+        generations = run(target, requests(prompts, temperature), speculation, batch)
+        assert not list(differences(generations, [generation.tokens for generation in plain[temperature]]))
+        assert sum(generation.accepted for generation in generations) > 0, "nothing was speculated"
+
+
+# votes
+
+
+def voted(rows: Sequence[Sequence[int]], votes: Sequence[float], nodes: int) -> TokenTree:
+    tree = TokenTree(9)
+    hang_votes(tree, np.asarray(rows, np.int32), np.asarray(votes, np.float32), nodes, np.asarray([1, 0.5], np.float32))
+    tree.check()
+    return tree
+
+
+def test_what_most_places_agree_on_is_kept_with_its_share() -> None:
+    tree = voted([[1, 2], [3, 4], [1, 5], [1, 2]], [1, 1, 1, 1], 4)
+    assert paths(tree) == pytest.approx({(1,): 0.75, (1, 2): 0.5 * 2 / 3, (1, 5): 0.5 / 3, (3,): 0.25})
+    assert set(paths(voted([[1, 2], [3, 4], [1, 5], [1, 2]], [1, 9, 1, 1], 2))) == {(3,), (3, 4)}
+
+
+def test_where_nothing_followed_nothing_is_guessed() -> None:
+    assert paths(voted([[1, NOTHING], [NOTHING, NOTHING]], [1, 1], 4)) == {(1,): 1.0}
+    assert voted([[NOTHING, NOTHING]], [1], 4).size == 1
+    assert voted(np.zeros((0, 2), np.int32).tolist(), [], 4).size == 1
+
+
+# the past
+
+
+def matched(whole: Sequence[int], last: Sequence[int]) -> list[int]:
+    """At which places of a text the last tokens match, tried one by one: the longest length for each place."""
+    lengths = []
+    for place in range(len(whole)):
+        n = 0
+        while n < min(len(last), place + 1, LONGEST) and whole[place - n] == last[-1 - n]:
+            n += 1
+        lengths.append(n)
+    return lengths
+
+
+@given(texts, st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_the_longest_match_is_found_wherever_it_is(added: list[list[int]], last: list[int]) -> None:
+    past = Past(256)
+    whole: list[int] = []
+    for text in added:
+        past.begin()
+        past.extend(text)
+        whole += [NOTHING, *text]
+    past.check()
+    places, lengths = past.matches(np.asarray(last, np.int32), 256)
+    true = matched(whole[:-1], last)  # behind the last token there is nothing
+    longest = max(true)
+    assert [true[place] for place in places.tolist()] == lengths.tolist()
+    assert max(lengths.tolist(), default=0) == longest
+    assert lengths.tolist().count(longest) == (true.count(longest) if longest else 0)
+    assert places.tolist() == sorted(places.tolist(), reverse=True)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=100), max_size=8))
+def test_the_newest_tokens_are_kept_in_the_same_memory(added: list[list[int]]) -> None:
+    past = Past(64)
+    for text in added:
+        past.extend(text)
+        past.begin()
+        past.check()
+    newest = [token for text in added for token in [*text, NOTHING]][-past.kept :]
+    places, _ = past.matches(np.asarray([1], np.int32), 1000)
+    assert len(places) == newest[:-1].count(1)
+    assert past.follow(places, 1)[:, 0].tolist() == [
+        newest[at + 1] for at in range(len(newest) - 1, -1, -1) if newest[at] == 1 and at + 1 < len(newest)
+    ]
+
+
+# suffix decoding
+
+
+def grown(drafter: SuffixDrafter, session: int, tokens: Sequence[int], prompt: int | None = None) -> TokenTree:
+    drafter.open(session, tokens, SamplingParams(), prompt)
+    drafter.grow()
+    drafter.check()
+    return drafter.tree(session)
+
+
+def test_a_session_s_own_text_is_looked_up_at_once() -> None:
+    tree = grown(SuffixDrafter(), 1, [1, 2, 3, 4, 9, 2, 3, 5, 9, 2, 3])
+    assert {(5,), (4,), (5, 9), (4, 9)} <= set(paths(tree))
+    assert sum(tree.confidence[1 : tree.size][tree.parent[1 : tree.size] == ROOT].tolist()) < 1
+
+
+def test_an_output_helps_the_sessions_after_it_and_a_prompt_does_not() -> None:
+    drafter = SuffixDrafter()
+    drafter.open(1, [50, 51], SamplingParams())
+    drafter.commit(1, [1, 2, 3, 4])
+    assert grown(drafter, 2, [8, 2, 3]).size == 1, "the output is still being written"
+    drafter.close(1)
+    assert (4,) in paths(grown(drafter, 3, [8, 2, 3]))
+    assert grown(drafter, 4, [8, 50]).size == 1
+    assert grown(SuffixDrafter(shared=0), 5, [8, 2, 3]).size == 1
+
+
+def test_a_longer_match_outvotes_a_shorter_one() -> None:
+    tree = grown(SuffixDrafter(), 1, [1, 2, 3, 4, 7, 3, 5, 1, 2, 3])
+    confidence = paths(tree)
+    assert confidence[(4,)] > confidence.get((5,), 0.0)
+
+
+def test_the_oldest_outputs_are_forgotten() -> None:
+    drafter = SuffixDrafter(shared=64)
+    for session, first in enumerate(range(0, 1000, 10)):
+        drafter.open(session, [5000], SamplingParams())
+        drafter.commit(session, range(first, first + 10))
+        drafter.close(session)
+    assert grown(drafter, 1, [2, 3]).size == 1
+    assert (994,) in paths(grown(drafter, 1, [992, 993]))
+
+
+def test_a_session_opened_again_shares_its_output_once() -> None:
+    drafter = SuffixDrafter()
+    drafter.open(1, [1], SamplingParams())
+    drafter.commit(1, [2, 3])
+    drafter.open(1, [1, 2, 3], SamplingParams(), prompt=1)
+    drafter.close(1)
+    drafter.close(1)
+    drafter.open(2, [2], SamplingParams())
+    drafter.grow()
+    assert paths(drafter.tree(2)) == {(3,): 0.5}
