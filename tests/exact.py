@@ -26,6 +26,7 @@ from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
+from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
@@ -97,6 +98,11 @@ def ngram(length: int) -> Make:
     return lambda draft: Speculation(NgramDrafter(), FixedChain(length), 1)
 
 
+def retrieval(window: Window) -> Make:
+    """Documents: the bundled prompts, as those that a deployment has for its subject."""
+    return lambda draft: Speculation(RetrievalDrafter(Documents(load_prompts(20))), window, 1)
+
+
 def nonsense(window: Window) -> Make:
     return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
 
@@ -113,6 +119,8 @@ SPECULATIONS: dict[str, Make] = {
     "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
     "suffix-chain": lambda draft: Speculation(SuffixDrafter(), FixedChain(12), 1),
     "suffix-tree": lambda draft: Speculation(SuffixDrafter(), FixedTree(24), 1),
+    "retrieval-chain": retrieval(FixedChain(12)),
+    "retrieval-tree": retrieval(FixedTree(24)),
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),

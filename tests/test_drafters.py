@@ -1,24 +1,28 @@
 """Drafters without a model: what they look up, what they keep, and that nobody can tell from the output."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
+from engine.checkpoint import ModelError
 from engine.decode import Generation
 from engine.drafters.past import LONGEST, Past
+from engine.drafters.retrieval import Documents, RetrievalDrafter, load_documents
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.votes import NOTHING, hang_votes
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import GenerationRequest, InvalidRequest, SamplingParams
 from tests import exact
 from tests.exact import Tokens, differences, make_requests, run
 
-TOKENS = 32
-SEEKING = [name for name in exact.SPECULATIONS if name.startswith("suffix")]
+TOKENS = 24
+SEEKING = [name for name in exact.SPECULATIONS if name.startswith(("suffix", "retrieval"))]
 texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=4)
 
 
@@ -50,10 +54,12 @@ def test_nobody_can_tell_from_the_output(
     temperature: float,
 ) -> None:
     speculation = exact.SPECULATIONS[name](draft)
+    accepted = 0
     for batch in (3, 1):  # what the first run taught the drafter is used in the second
         generations = run(target, requests(prompts, temperature), speculation, batch)
         assert not list(differences(generations, [generation.tokens for generation in plain[temperature]]))
-        assert sum(generation.accepted for generation in generations) > 0, "nothing was speculated"
+        accepted += sum(generation.accepted for generation in generations)
+    assert accepted > 0, "nothing was speculated"
 
 
 # votes
@@ -178,3 +184,60 @@ def test_a_session_opened_again_shares_its_output_once() -> None:
     drafter.open(2, [2], SamplingParams())
     drafter.grow()
     assert paths(drafter.tree(2)) == {(3,): 0.5}
+
+
+# retrieval
+
+
+@given(texts, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 5))
+def test_every_place_of_the_longest_match_is_found(added: list[list[int]], last: list[int], count: int) -> None:
+    documents = Documents(added)
+    documents.check()
+    true = matched([token for text in added for token in [NOTHING, *text]], last)
+    places = [place for place, n in enumerate(true) if n == max(true)] if max(true) else []
+    length, ends = documents.matches(np.asarray(last, np.int32), 1000)
+    assert (length, sorted(ends.tolist())) == (max(true), places)
+    some = documents.matches(np.asarray(last, np.int32), count)[1].tolist()
+    assert len(some) == min(count, len(places)) == len(set(some) & set(places))
+
+
+def test_documents_say_how_a_text_goes_on() -> None:
+    drafter = RetrievalDrafter(Documents([[1, 2, 3, 4], [7, 2, 3, 5], [8, 2, 3, 4, 6]]), depth=2)
+    drafter.open(1, [9, 2, 3], SamplingParams())
+    assert drafter.grow() == [1]
+    assert paths(drafter.tree(1)) == pytest.approx({(4,): 0.5, (4, 6): 0.4375, (5,): 0.25})
+    assert drafter.commit(1, [4]).hit
+    drafter.grow()
+    assert (6,) in paths(drafter.tree(1))
+    assert not drafter.commit(1, [77]).hit
+    drafter.grow()
+    assert drafter.tree(1).size == 1
+    drafter.check()
+
+
+def test_a_deployment_without_documents_guesses_nothing() -> None:
+    drafter = RetrievalDrafter(Documents([]))
+    drafter.open(1, [1, 1], SamplingParams())
+    drafter.grow()
+    assert drafter.tree(1).size == 1
+    with pytest.raises(InvalidRequest, match="documents: token ids must not be negative"):
+        Documents([[1, -1]])
+
+
+def test_documents_are_read_from_a_file_or_a_folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "b.txt").write_text("def two():", "utf-8")
+    (tmp_path / "a.txt").write_text("def é():", "utf-8")
+    texts = [tokenizer.decode(tokens) for tokens in load_documents(tmp_path, tokenizer)]
+    assert texts == ["def é():", "def two():"]
+    assert load_documents(tmp_path / "a.txt", tokenizer) == load_documents(tmp_path, tokenizer)[:1]
+
+
+def test_what_is_no_text_is_refused_in_one_line(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ModelError, match="no documents in"):
+        load_documents(tmp_path, tokenizer)
+    with pytest.raises(ModelError, match="absent can't be read: No such file"):
+        load_documents(tmp_path / "absent", tokenizer)
+    (tmp_path / "image").write_bytes(b"ab\xff")
+    with pytest.raises(ModelError, match="image is not UTF-8 text: byte 2 is wrong"):
+        load_documents(tmp_path, tokenizer)
