@@ -24,6 +24,7 @@ from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
+from engine.drafters.jacobi import JacobiDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.retrieval import Documents, RetrievalDrafter
@@ -103,6 +104,14 @@ def retrieval(window: Window) -> Make:
     return lambda draft: Speculation(RetrievalDrafter(Documents(load_prompts(20))), window, 1)
 
 
+def jacobi(window: Callable[[], Window]) -> Make:
+    def make(draft: ModelRunner) -> Speculation:
+        drafter = JacobiDrafter()
+        return Speculation(drafter, window(), 1, drafter)
+
+    return make
+
+
 def nonsense(window: Window) -> Make:
     return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
 
@@ -121,6 +130,8 @@ SPECULATIONS: dict[str, Make] = {
     "suffix-tree": lambda draft: Speculation(SuffixDrafter(), FixedTree(24), 1),
     "retrieval-chain": retrieval(FixedChain(12)),
     "retrieval-tree": retrieval(FixedTree(24)),
+    "jacobi-chain": jacobi(lambda: FixedChain(8)),
+    "jacobi-tree": jacobi(lambda: FixedTree(24)),
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),

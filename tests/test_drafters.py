@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.checkpoint import ModelError
 from engine.decode import Generation
+from engine.drafters.jacobi import GRAM, JacobiDrafter, Pool
 from engine.drafters.past import LONGEST, Past
 from engine.drafters.retrieval import Documents, RetrievalDrafter, load_documents
 from engine.drafters.suffix import SuffixDrafter
@@ -22,7 +23,7 @@ from tests import exact
 from tests.exact import Tokens, differences, make_requests, run
 
 TOKENS = 24
-SEEKING = [name for name in exact.SPECULATIONS if name.startswith(("suffix", "retrieval"))]
+SEEKING = [name for name in exact.SPECULATIONS if name.startswith(("suffix", "retrieval", "jacobi"))]
 texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=4)
 
 
@@ -241,3 +242,70 @@ def test_what_is_no_text_is_refused_in_one_line(tmp_path: Path, tokenizer: PreTr
     (tmp_path / "image").write_bytes(b"ab\xff")
     with pytest.raises(ModelError, match="image is not UTF-8 text: byte 2 is wrong"):
         load_documents(tmp_path, tokenizer)
+
+
+# Jacobi
+
+
+def follow(drafter: JacobiDrafter, window: Sequence[int], choices: Sequence[int], committed: Sequence[int]) -> None:
+    """A step that verified the nodes along `window`, with these choices behind the root and each of them."""
+    tree = drafter.tree(1)
+    nodes = tree.along(window)
+    assert len(nodes) == len(window), "a node to verify is not in the tree"
+    drafter.learn(1, tree, np.asarray(nodes, np.int32), choices)
+    drafter.commit(1, committed)
+    drafter.grow()
+    drafter.check()
+
+
+def test_choices_behind_wrong_guesses_are_the_next_guesses() -> None:
+    drafter = JacobiDrafter(length=3)
+    drafter.open(1, [5, 6, 7], SamplingParams())
+    drafter.grow()
+    assert (5, 6, 7) in paths(drafter.tree(1)), "what fills the first guess is the text itself"
+    follow(drafter, [5, 6, 7], [20, 21, 22, 23], [20])
+    assert (21, 22) in paths(drafter.tree(1)), "the choice behind 7 is for a position beyond the guess"
+    third = drafter.tree(1).along([21, 22])
+    assert len(third) == 2
+    follow(drafter, [21, 22], [21, 22, 30], [21, 22, 30])
+    assert (21,) not in paths(drafter.tree(1)), "what is committed is not guessed again"
+
+
+def test_what_is_not_verified_stays_as_it_was_guessed() -> None:
+    drafter = JacobiDrafter(length=3)
+    drafter.open(1, [5, 6, 7], SamplingParams())
+    drafter.grow()
+    follow(drafter, [5], [20, 21], [20])
+    assert (21, 7) in paths(drafter.tree(1))
+    follow(drafter, [21], [40, -1], [40])  # nothing is allowed behind 21
+    assert (7,) in paths(drafter.tree(1))
+
+
+def test_n_grams_of_the_text_and_of_trajectories_are_looked_up_by_the_last_token() -> None:
+    drafter = JacobiDrafter(length=6)
+    drafter.open(1, [1, 2, 3, 4, 9, 1], SamplingParams())
+    drafter.grow()
+    assert (2, 3, 4) in paths(drafter.tree(1))
+    guess = list(range(50, 56))
+    drafter.open(1, guess, SamplingParams())
+    drafter.grow()
+    for step in range(GRAM):  # position 5 is guessed anew from one step to the next
+        window = max(paths(drafter.tree(1)), key=len)
+        follow(drafter, window, [60, *(100 * step + i for i in range(len(window)))], [60])
+    trail = [trail for trail in drafter._sessions[1].guess if len(trail) == GRAM]
+    assert trail, "no trajectory is as long as an n-gram"
+    drafter.commit(1, [trail[0][0]])
+    drafter.grow()
+    assert trail[0][1:] in paths(drafter.tree(1))
+
+
+def test_a_pool_keeps_the_latest_n_grams() -> None:
+    pool = Pool(2, 3)
+    for other in (1, 2, 1, 3, 4):
+        pool.add([7, other, other, other])
+    assert pool.behind(7) == {(1, 1, 1): 2, (3, 3, 3): 1, (4, 4, 4): 1}
+    for first in (8, 7, 9):
+        pool.add([first, 1, 1, 1])
+        pool.check()
+    assert not pool.behind(8)
+    assert pool.behind(7)
