@@ -33,7 +33,7 @@ from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
 from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
-from engine.windows import FixedChain, FixedTree
+from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
 MODELS = Path(__file__).parent.parent / "models"
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
@@ -80,11 +80,15 @@ class NonsenseDrafter:
             tree.check()
 
 
-def goodput() -> Window:
+def costs() -> CostModel:
     cost = CostModel()
     for rows, milliseconds in ((1, 10.0), (8, 11.0), (16, 12.0), (32, 16.0)):
         cost.start(rows, milliseconds)
-    return GoodputWindow(Calibration(), cost)
+    return cost
+
+
+def goodput() -> Window:
+    return GoodputWindow(Calibration(), costs())
 
 
 def chain(length: int) -> Make:
@@ -112,6 +116,10 @@ def jacobi(window: Callable[[], Window]) -> Make:
     return make
 
 
+def learning(window: Callable[[], Window]) -> Make:
+    return lambda draft: Speculation(ModelDrafter(draft), window(), 5)
+
+
 def nonsense(window: Window) -> Make:
     return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
 
@@ -123,6 +131,9 @@ SPECULATIONS: dict[str, Make] = {
     "tree-7": tree(7),
     "tree-31": tree(31),
     "tree-goodput": lambda draft: Speculation(ModelDrafter(draft), goodput(), 3),
+    "heuristic": learning(lambda: Heuristic(16)),
+    "threshold": learning(lambda: ConfidenceThreshold(16)),
+    "bandit": learning(lambda: Bandit(costs(), 16)),
     "ngram-3": ngram(3),
     "ngram-12": ngram(12),
     "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
