@@ -309,3 +309,24 @@ def test_a_pool_keeps_the_latest_n_grams() -> None:
         pool.check()
     assert not pool.behind(8)
     assert pool.behind(7)
+
+
+# audits
+
+
+def test_audits_find_what_is_wrong() -> None:
+    past = Past(64)
+    past.extend([1, 2, 3, 1, 2, 3])
+    past._before[-1, 5] = 1  # where 2 stands, not 3
+    with pytest.raises(AssertionError, match="a link leads to another n-gram"):
+        past.check()
+    documents = Documents([[3, 1, 2]])
+    documents._order[[1, 2]] = documents._order[[2, 1]]
+    documents._order[[2, 3]] = documents._order[[3, 2]]
+    with pytest.raises(AssertionError, match="out of order"):
+        RetrievalDrafter(documents).check()
+    drafter = JacobiDrafter()
+    drafter.open(1, [1, 2], SamplingParams())
+    drafter._sessions[1].last.append(7)
+    with pytest.raises(AssertionError, match="the tree is of another text"):
+        drafter.check()
