@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,9 +35,9 @@ from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer, load_tokenizer
 from engine.tree import ROOT, TokenTree
 from engine.types import GenerationRequest, Growth, KVHandle, SamplingParams, TokenChunk
-from engine.windows import FixedChain, FixedTree
+from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
-WindowName = Literal["goodput", "chain", "tree"]
+WindowName = Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"]
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
@@ -58,7 +58,7 @@ class TargetConfig:
     kv_tokens: int = 32768
     max_batch: int = 64
     window: WindowName = "goodput"
-    window_size: int = 31  # draft tokens per step: the most for goodput, exactly so many otherwise
+    window_size: int = 31  # draft tokens per step: exactly so many for chain and tree, else the most
     lookup: int = 8  # tokens looked up after each step, which drafts can't be faster with; 0: none
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile
@@ -81,9 +81,15 @@ class DraftConfig:
 
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
     """The window of this name."""
-    if name == "goodput":
-        return GoodputWindow(Calibration(), cost, max_nodes=size)
-    return FixedChain(size) if name == "chain" else FixedTree(size)
+    makers: dict[str, Callable[[], Window]] = {
+        "goodput": lambda: GoodputWindow(Calibration(), cost, max_nodes=size),
+        "chain": lambda: FixedChain(size),
+        "tree": lambda: FixedTree(size),
+        "heuristic": lambda: Heuristic(size),
+        "threshold": lambda: ConfidenceThreshold(size),
+        "bandit": lambda: Bandit(cost, size),
+    }
+    return makers[name]()
 
 
 def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5) -> None:

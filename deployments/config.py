@@ -104,7 +104,7 @@ class TargetOptions(_Settings):
     invariant: bool = Field(False, description="bits that don't depend on how tokens are batched")
     kv_tokens: PositiveInt = Field(32768, description="tokens that the KV pool of a replica holds")
     max_batch: int = Field(64, ge=1, le=1024, description="requests that run together on a replica")
-    window: Literal["goodput", "chain", "tree"] = "goodput"
+    window: Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"] = "goodput"
     window_size: int = Field(31, ge=1, le=512, description="draft tokens verified per step: at most, or exactly")
     lookup: int = Field(8, ge=0, le=64, description="tokens looked up in the text after each step; 0: none")
     flush_s: Seconds = Field(0.05, description="tokens are handed out at most this often, per request")

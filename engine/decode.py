@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerFast
 
 from engine.budget import Window
-from engine.drafters import Drafter
+from engine.drafters import Drafter, Learner
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, Sequence, Stepper
@@ -41,6 +41,9 @@ class Speculation:
     drafter: Drafter
     window: Window
     draft_steps: int
+    learner: Learner | None = (
+        None  # told what the target chose behind every verified node; a drafter that wants to know
+    )
 
 
 def decode(
@@ -112,6 +115,8 @@ def _loop(
             if speculation is not None and outcome.tokens:
                 if plan.tree is not None and plan.nodes is not None:
                     speculation.window.observe(plan.tree, plan.nodes, outcome.path)
+                    if speculation.learner is not None:
+                        speculation.learner.learn(index, plan.tree, plan.nodes, outcome.choices)
                 speculation.drafter.commit(index, outcome.tokens)
             yield index, outcome
             if outcome.sequence.finish_reason is not None:

@@ -159,6 +159,7 @@ class Outcome:
     path: list[int]  # the accepted nodes of the tree
     margins: list[float]  # of each newly committed token, when asked for
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each newly committed token, when asked for
+    choices: list[int] = field(default_factory=list)  # the target's tokens behind the root and each verified node
 
 
 class StepError(RuntimeError):
@@ -244,7 +245,7 @@ class Stepper:
         kept = [margins[row] for row in walked] if margins else []
         end = path[-1] if path else ROOT
         refused = len(nodes) > 1 and bool((tree.parent[nodes[1:]] == end).any())
-        return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely)
+        return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely, choices)
 
     def _choose(self, sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """The target's token after each wanted row, or _NONE, and its margin when margins are asked for."""

@@ -25,13 +25,16 @@ from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
+from engine.drafters.jacobi import JacobiDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
+from engine.drafters.retrieval import Documents, RetrievalDrafter
+from engine.drafters.suffix import SuffixDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
 from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
-from engine.windows import FixedChain, FixedTree
+from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
 MODELS = Path(__file__).parent.parent / "models"
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
@@ -78,11 +81,15 @@ class NonsenseDrafter:
             tree.check()
 
 
-def goodput() -> Window:
+def costs() -> CostModel:
     cost = CostModel()
     for rows, milliseconds in ((1, 10.0), (8, 11.0), (16, 12.0), (32, 16.0)):
         cost.start(rows, milliseconds)
-    return GoodputWindow(Calibration(), cost)
+    return cost
+
+
+def goodput() -> Window:
+    return GoodputWindow(Calibration(), costs())
 
 
 def chain(length: int) -> Make:
@@ -97,6 +104,23 @@ def ngram(length: int) -> Make:
     return lambda draft: Speculation(NgramDrafter(), FixedChain(length), 1)
 
 
+def retrieval(window: Window) -> Make:
+    """Documents: the bundled prompts, as those that a deployment has for its subject."""
+    return lambda draft: Speculation(RetrievalDrafter(Documents(load_prompts(20))), window, 1)
+
+
+def jacobi(window: Callable[[], Window]) -> Make:
+    def make(draft: ModelRunner) -> Speculation:
+        drafter = JacobiDrafter()
+        return Speculation(drafter, window(), 1, drafter)
+
+    return make
+
+
+def learning(window: Callable[[], Window]) -> Make:
+    return lambda draft: Speculation(ModelDrafter(draft), window(), 5)
+
+
 def nonsense(window: Window) -> Make:
     return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
 
@@ -108,9 +132,18 @@ SPECULATIONS: dict[str, Make] = {
     "tree-7": tree(7),
     "tree-31": tree(31),
     "tree-goodput": lambda draft: Speculation(ModelDrafter(draft), goodput(), 3),
+    "heuristic": learning(lambda: Heuristic(16)),
+    "threshold": learning(lambda: ConfidenceThreshold(16)),
+    "bandit": learning(lambda: Bandit(costs(), 16)),
     "ngram-3": ngram(3),
     "ngram-12": ngram(12),
     "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
+    "suffix-chain": lambda draft: Speculation(SuffixDrafter(), FixedChain(12), 1),
+    "suffix-tree": lambda draft: Speculation(SuffixDrafter(), FixedTree(24), 1),
+    "retrieval-chain": retrieval(FixedChain(12)),
+    "retrieval-tree": retrieval(FixedTree(24)),
+    "jacobi-chain": jacobi(lambda: FixedChain(8)),
+    "jacobi-tree": jacobi(lambda: FixedTree(24)),
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),

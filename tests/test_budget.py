@@ -11,7 +11,7 @@ from engine.budget import _MEMORY, _PROBE_EVERY, Calibration, CostModel, Goodput
 from engine.step import MAX_WINDOW
 from engine.tree import ROOT, TokenTree
 from engine.types import IntArray
-from engine.windows import FixedChain, FixedTree
+from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
 FREE = {1: 10.0, 1000: 10.001}  # milliseconds by rows: verifying costs nothing
 STEEP = {1: 10.0, 2: 1000.0}
@@ -177,6 +177,9 @@ WINDOWS: list[Window] = [
     FixedTree(1),
     FixedTree(12),
     FixedTree(1000),
+    Heuristic(1000),
+    ConfidenceThreshold(1000),
+    Bandit(costs({1: 10.0, 8: 11.0, 64: 30.0}), 1000),
     GoodputWindow(Calibration(), costs(FREE), max_nodes=10_000),
     GoodputWindow(Calibration(), costs({1: 10.0, 8: 11.0, 64: 30.0})),
 ]

@@ -56,7 +56,11 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (("prot",), 1, "prot: there is no such setting"),
         (("models", 0, "target", "windw"), 1, "models.0.target.windw: there is no such setting"),
         (("models", 0, "target", "window_size"), 0, "models.0.target.window_size: Input should be greater than"),
-        (("models", 0, "target", "window"), "x", "models.0.target.window: Input should be 'goodput', 'chain' or"),
+        (
+            ("models", 0, "target", "window"),
+            "x",
+            "models.0.target.window: Input should be 'goodput', 'chain', 'tree', 'h",
+        ),
         (("models", 0, "target", "scaling"), {"min_replicas": 3}, "min_replicas is 3, max_replicas 1"),
         (("models", 0, "draft", "scaling"), {"ratio": 0}, "models.0.draft.scaling.ratio: Input should be greater"),
         (("models", 0, "draft", "scaling"), {"ratio": 2, "max_replicas": 1}, "1 drafts at most, 2 for the fewest"),

@@ -92,6 +92,21 @@ def test_the_accepted_path_and_the_next_token_are_committed(
         assert sequence.tokens[len(prompts[0]) :] == truth
 
 
+def test_what_the_target_chose_behind_every_node_is_told(
+    target: ModelRunner, prompts: list[Tokens], truth: list[int]
+) -> None:
+    """Behind a refused node it is what the target chooses when that node is the text."""
+    stepper = Stepper(target)
+    with running(target, prompts[0]) as sequence:
+        prefilled(stepper, sequence)
+        tree = guesses(truth[0], [wrong(truth[1])], truth[1:3])
+        (outcome,) = step(stepper, Plan(sequence, tree, everything(tree)))
+    with running(target, (*prompts[0], truth[0], wrong(truth[1]))) as sequence:
+        prefilled(stepper, sequence)
+        behind = sequence.tokens[-1]
+    assert outcome.choices == [truth[1], behind, *truth[2:4]]
+
+
 def test_a_refused_guess_costs_nothing_and_is_counted_once(
     target: ModelRunner, prompts: list[Tokens], truth: list[int]
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.tree import Moved, TokenTree
-from engine.types import SamplingParams
+from engine.types import IntArray, SamplingParams
 
 
 class Drafter(Protocol):
@@ -30,3 +30,13 @@ class Drafter(Protocol):
 
     def check(self) -> None:
         """Audits what the drafter holds; raises AssertionError."""
+
+
+class Learner(Protocol):
+    """Learns from what the target chose where it was not asked for the truth alone: behind wrong guesses as well."""
+
+    def learn(self, session: int, tree: TokenTree, nodes: IntArray, choices: Sequence[int]) -> None:
+        """A step verified `nodes` of the session's tree, and is about to be committed.
+
+        choices: the target's token behind the root and behind each of `nodes`, [1 + nodes]; -1 where none is allowed.
+        """
