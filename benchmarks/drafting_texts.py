@@ -28,7 +28,8 @@ from engine.types import GenerationRequest, SamplingParams
 Tokens = tuple[int, ...]
 
 GRAM = 4  # tokens in a row that count as a repetition
-_FILES = 12  # held-out files that documents come from
+_CANDIDATES = 12  # edited prompts looked at for each that is taken
+_FILES = 20  # held-out files that documents come from
 _DOCUMENT, _PROMPT = 128, 64  # tokens at most; with the answer, near what the bundled pair was trained on
 _LOOK = 32  # tokens of plain continuation that say how repetitive a prompt is
 _BATCH = 16
@@ -67,10 +68,9 @@ def grams(tokens: Sequence[int]) -> set[Tokens]:
 
 
 def repeated(prompt: Sequence[int], output: Sequence[int]) -> float:
-    """The share of the output's tokens that end a run of GRAM tokens which the prompt holds too."""
-    known, tokens = grams(prompt), [*prompt, *output]
-    ends = range(len(prompt), len(tokens))
-    return sum(tuple(tokens[end - GRAM + 1 : end + 1]) in known for end in ends) / max(1, len(output))
+    """How many runs of GRAM tokens the output has in common with the prompt, per token; one that comes often counts once."""
+    tokens = [*prompt, *output]
+    return len(grams(prompt) & grams(tokens[len(prompt) - GRAM + 1 :])) / max(1, len(output))
 
 
 def code(source: Source, count: int, rng: random.Random) -> list[Item]:
@@ -83,7 +83,7 @@ def edit(source: Source, count: int, rng: random.Random) -> list[Item]:
     """Code, and the beginning of an edited copy of it: the most repetitive prompts of this kind."""
     edited = [(text, renamed(text, rng)) for text in source.texts() if "def " in text]
     prompts = [source.ids(f"{text}\n\n{beginning(copy)}") for text, copy in edited if copy != text]
-    found = rng.sample(prompts, min(4 * count, len(prompts)))
+    found = rng.sample(prompts, min(_CANDIDATES * count, len(prompts)))
     order = sorted(zip(continuations(source.target, found), found, strict=True), reverse=True)
     return [Item(prompt) for _, prompt in order[:count]]
 
@@ -120,8 +120,9 @@ def documents(source: Source, count: int, rng: random.Random) -> list[Item]:
     """Pieces of held-out files behind earlier pieces that have much in common with them."""
     files = corpus_files()[1]
     texts = read_texts(sorted(rng.sample(files, min(_FILES, len(files)))))
-    pairs = sorted(pair for text in texts for pair in related(source, text))
-    chosen = rng.sample(pairs[-4 * count :], min(count, len(pairs)))
+    each = 2 * count // _FILES + 1  # of a file: some are tables that would win everywhere
+    pairs = [pair for text in texts for pair in sorted(related(source, text), reverse=True)[:each]]
+    chosen = rng.sample(pairs, min(count, len(pairs)))
     return [Item((*document, *prompt), (document,)) for _, document, prompt in chosen]
 
 

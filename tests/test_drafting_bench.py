@@ -69,4 +69,4 @@ def test_a_page_and_a_picture_are_made_of_rows(rows: list[Row], tmp_path: Path) 
 
 
 def test_repetition_is_what_the_prompt_holds_too() -> None:
-    assert repeated([1, 2, 3, 4, 5], [2, 3, 4, 5, 9]) == pytest.approx(0.2)  # "2 3 4 5" ends at one of the five
+    assert repeated([1, 2, 3, 4, 5], [2, 3, 4, 5, 9]) == pytest.approx(0.2)  # "2 3 4 5"
