@@ -5,8 +5,8 @@
 One process, one thread, one stream. Contenders take turns prompt by prompt, in an order that a seed shuffles for each
 prompt, so that a machine that drifts drifts for all. Not counted are prefill (the clock of a prompt starts when its first
 tokens are there; a draft model reads the prompt before that, all but what exceeds its first steps) and the first `--warm`
-prompts of each workload: there windows and confidences that learn begin at nothing, as they do for each workload and
-temperature. What was learned then stays. Pages are not shared between the prompts' runs.
+prompts of each workload: there calibrations, learned windows and the confidences of lookups begin at nothing, anew for each
+workload and temperature. They go on learning on the prompts that count.
 
 The JSON is a list of rows: drafter, window, workload, temperature, prompts, max_tokens; tokens_per_step; acceptance (null
 where nothing is tried or it isn't known); tokens_per_s, over_plain and over_transformers, medians over the prompts of the
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import transformers
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -252,6 +253,8 @@ def main(
 ) -> None:
     """Measures, prints the table, and says how good the automatic choice is."""
     torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()  # it warns of its own defaults
+    transformers.logging.disable_progress_bar()
     if quick:
         count, warm, tokens, temperature = 3, 1, 32, "0"
     try:

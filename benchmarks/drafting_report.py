@@ -14,7 +14,10 @@ Row = dict[str, Any]
 PLAIN, PEER, AUTO = "plain", "transformers-assisted", "auto"
 START, END = "<!-- table -->", "<!-- /table -->"
 _NEAR_BEST, _NO_LOSS = 0.95, 0.98  # of the best hand-picked row's speed; of plain's
-_COLOURS = ("#2f7f93", "#d9822b", "#7a6fb0", "#5a9e6f", "#b0576f", "#8c7b5a", "#4f6d9e", "#a0a04a")
+_COLOURS = (  # one for each drafter, the peer's is grey
+    *("#2f7f93", "#d9822b", "#7a6fb0", "#5a9e6f", "#b0576f", "#8c7b5a"),
+    *("#4f6d9e", "#a0a04a", "#c9a0c9", "#3d3d3d", "#7fc4c4", "#e0b080"),
+)
 _COLUMNS = (
     *("workload", "temperature", "drafter", "window", "tokens_per_step", "acceptance"),
     *("tokens_per_s", "over_plain", "over_plain_quartiles", "over_transformers", "equal"),
