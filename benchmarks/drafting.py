@@ -55,6 +55,8 @@ from engine.types import GenerationRequest, InvalidRequest, SamplingParams, requ
 
 TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
 Name = tuple[str, str]  # drafter, window
+_PLAIN_RUNS = 3  # of each prompt
+_WIDTH = 160  # characters that the table needs, also in a file
 MIN_TOKENS = 24  # more than any first step commits: something is left to time
 _PLAIN, _PEER = (PLAIN, "none"), (PEER, "dynamic")
 console = Console(stderr=True)
@@ -125,9 +127,8 @@ def _listed(names: str, known: Collection[str], param: str) -> list[str]:
     return chosen
 
 
-def measure(models: Models, settings: Settings) -> list[Row]:
-    """All contenders on all workloads at all temperatures."""
-    rows: list[Row] = []
+def measure(models: Models, settings: Settings) -> Iterator[list[Row]]:
+    """All contenders on all workloads at all temperatures; yields the rows of one workload and temperature at a time."""
     with Progress(console=console) as progress:
         passes = len(settings.temperatures) * len(settings.workloads)
         task = progress.add_task("", total=passes * settings.count)
@@ -145,8 +146,7 @@ def measure(models: Models, settings: Settings) -> list[Row]:
                     if index >= settings.warm:
                         record.add(request, samples)
                     progress.advance(task)
-                rows += summarize(models, record, workload, temperature)
-    return rows
+                yield summarize(models, record, workload, temperature)
 
 
 def make_all(models: Models, settings: Settings, items: Sequence[Item]) -> dict[Name, Contender]:
@@ -159,10 +159,13 @@ def make_all(models: Models, settings: Settings, items: Sequence[Item]) -> dict[
 
 
 def take_turns(contenders: dict[Name, Contender], request: GenerationRequest, rng: random.Random) -> dict[Name, Sample]:
-    """One prompt through all of them, in an order of its own."""
-    order = rng.sample(list(contenders), len(contenders))
-    samples = {name: contenders[name].run(request) for name in order}
-    return {name: samples[name] for name in contenders}
+    """One prompt through all of them, in an order of its own; plain, which all are compared with, counts by its median."""
+    order = [*contenders, *[_PLAIN] * (_PLAIN_RUNS - 1)]
+    rng.shuffle(order)
+    samples: dict[Name, list[Sample]] = {name: [] for name in contenders}
+    for name in order:
+        samples[name].append(contenders[name].run(request))
+    return {name: sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] for name, runs in samples.items()}
 
 
 def summarize(models: Models, record: Record, workload: str, temperature: float) -> list[Row]:
@@ -266,18 +269,21 @@ def main(
             kinds: Dtype = dtype  # type: ignore[assignment]
             names = tuple(measurable(select(drafters, windows), target))
             settings = Settings(count, warm, tokens, tuple(map(float, temperature.split(","))), names, seed=seed)
-            rows = measure(load(target, draft, prompts, kinds, invariant), settings)
+            rows = []
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(rows, indent=1) + "\n")
+            for part in measure(load(target, draft, prompts, kinds, invariant), settings):
+                rows += part
+                json_file.write_text(json.dumps(rows, indent=1) + "\n")  # as far as it is: a run takes long
         if page is not None:
             update(page, rows)
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from None
     if plot is not None:
         draw(rows, plot)
-    Console().print(full_table(rows))
+    printed = Console(width=max(_WIDTH, console.width))
+    printed.print(full_table(rows))
     for line in automatic(rows):
-        Console().print(line, markup=False)
+        printed.print(line, markup=False)
 
 
 def measurable(names: Iterator[Name], target: Path) -> Iterator[Name]:

@@ -26,7 +26,7 @@ _COLUMNS = (
 
 def full_table(rows: Sequence[Row]) -> Table:
     """Every row."""
-    table = Table(*(name.replace("_", " ") for name in _COLUMNS))
+    table = Table(*(name.replace("_", " ").replace("temperature", "T") for name in _COLUMNS))
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in _COLUMNS))
     return table
