@@ -47,6 +47,7 @@ from benchmarks.drafting_texts import WORKLOADS, Item, Source, repeated
 from cluster.actors import warm_up
 from cluster.local import bundled
 from engine.budget import CostModel
+from engine.checkpoint import ModelError
 from engine.decode import decode
 from engine.drafters.model import Growing
 from engine.runner import Dtype, ModelRunner
@@ -248,7 +249,7 @@ def main(
     invariant: Annotated[bool, typer.Option(help="bits that don't depend on the batch")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="3 prompts of 32 tokens at T = 0")] = False,
     rows_file: Annotated[
-        Path | None, typer.Option("--rows", help="take the rows of this file, measure nothing")
+        Path | None, typer.Option("--rows", exists=True, help="take the rows of this file, measure nothing")
     ] = None,
     json_file: Annotated[Path, typer.Option("--json", help="where the rows go")] = Path("build/drafting.json"),
     plot: Annotated[Path | None, typer.Option(help="where the picture goes")] = None,
@@ -276,7 +277,7 @@ def main(
                 json_file.write_text(json.dumps(rows, indent=1) + "\n")  # as far as it is: a run takes long
         if page is not None:
             update(page, rows)
-    except InvalidRequest as error:
+    except (InvalidRequest, ModelError) as error:
         raise typer.BadParameter(str(error)) from None
     if plot is not None:
         draw(rows, plot)
