@@ -1,0 +1,73 @@
+"""The drafting benchmark measures what it says, on one prompt."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.drafting import Settings, load, measure, select
+from benchmarks.drafting_report import END, START, Row, automatic, draw, update
+from benchmarks.drafting_texts import repeated
+from engine.types import InvalidRequest
+from tests import exact
+
+_NAMES = (("model", "chain-3"), ("ngram", "goodput"), ("auto", "goodput"))
+_KEYS = {
+    *("drafter", "window", "workload", "temperature", "tokens_per_step", "acceptance", "tokens_per_s", "equal"),
+    *("tokens_per_s_quartiles", "over_plain", "over_plain_quartiles", "over_transformers"),
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    models = load(exact.TARGET, exact.DRAFT, exact.PROMPTS, "float32", invariant=True)
+    parts = measure(models, Settings(1, 0, 24, (0.0, 1.0), _NAMES, workloads=("code",)))
+    return [row for part in parts for row in part]
+
+
+def test_every_contender_has_a_row_with_the_output_of_plain_decoding(rows: list[Row]) -> None:
+    found = [(row["drafter"], row["window"], row["temperature"]) for row in rows]
+    names = [("plain", "none"), ("transformers-assisted", "dynamic"), *_NAMES]
+    assert found == [(*name, temperature) for temperature in (0.0, 1.0) for name in names]
+    for row in rows:
+        assert row.keys() >= _KEYS
+        sampled_elsewhere = row["drafter"] == "transformers-assisted" and row["temperature"] > 0
+        assert row["equal"] is (None if sampled_elsewhere else True), row
+
+
+def test_rows_say_what_drafting_did(rows: list[Row]) -> None:
+    plain, peer, model, *_ = rows
+    assert (plain["tokens_per_step"], plain["over_plain"], plain["acceptance"]) == (1, 1, None)
+    assert model["tokens_per_step"] > 1
+    assert 0 < model["acceptance"] <= 1
+    assert peer["tokens_per_step"] > 1
+    assert peer["over_transformers"] == 1
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="drafters: 'oracle' is none of model"):
+        list(select("model,oracle", "all"))
+
+
+def test_the_automatic_choice_is_held_against_the_best_row_and_plain(rows: list[Row]) -> None:
+    made = [row | {"over_plain": speed} for row, speed in zip(rows[:5], (1.0, 3.0, 1.5, 1.2, 1.4), strict=True)]
+    assert automatic(made) == ["SHORT: code, T = 0: auto is 1.40 of plain, 0.93 of the best (model, chain-3)"]
+    made[4]["over_plain"] = 1.45
+    assert automatic(made)[0].startswith("ok:")
+
+
+def test_a_page_and_a_picture_are_made_of_rows(rows: list[Row], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    update(page, rows)
+    text = page.read_text()
+    assert "old" not in text
+    assert "| `model` |" in text
+    assert (text[:7], text[-7:]) == ("before\n", "\nafter\n")
+    update(page, rows)
+    assert page.read_text() == text
+    draw(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_repetition_is_what_the_prompt_holds_too() -> None:
+    assert repeated([1, 2, 3, 4, 5], [2, 3, 4, 5, 9]) == pytest.approx(0.2)  # "2 3 4 5"
