@@ -1,7 +1,9 @@
 """Drafters: anything that grows token trees, behind one protocol."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import torch
 
 from engine.tree import Moved, TokenTree
 from engine.types import SamplingParams
@@ -30,3 +32,11 @@ class Drafter(Protocol):
 
     def check(self) -> None:
         """Audits what the drafter holds; raises AssertionError."""
+
+
+@runtime_checkable
+class ReadsStates(Protocol):
+    """A drafter that guesses from the target's own hidden states; it lives in the target's process."""
+
+    def see(self, session: int, state: torch.Tensor) -> None:
+        """The final hidden state [hidden_size] that the target chose the last of its new tokens from; `commit` follows."""
