@@ -146,7 +146,7 @@ class HeadsDrafter:
         hidden = self._heads(states).transpose(0, 1)  # [sessions, heads, hidden_size]
         heads = hidden.shape[1]
         noise = None
-        if any(held.noise for held in sessions):
+        if any(held.noise is not None for held in sessions):
             noise = torch.cat([self._noise(held, heads) for held in sessions])
         params = [held.params for held in sessions for _ in range(heads)]
         children = self._combining.children
