@@ -6,7 +6,7 @@ https://arxiv.org/abs/2404.16710), whose targets are trained to exit early; othe
 
 from transformers import PreTrainedTokenizerFast
 
-from engine.drafters.model import Growing, ModelDrafter, _Session
+from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import ModelRunner
 
 _NODES = 64  # per session: their KV takes room in the target's pool
@@ -28,7 +28,4 @@ class EarlyExitDrafter(ModelDrafter):
     ) -> None:
         """layers: of the target, two thirds of them by default; tokenizer: see ModelDrafter. Raises ModelError."""
         runner = target.first_layers(layers or max(1, target.layers * 2 // 3))
-        super().__init__(runner, growing or Growing(max_nodes=_NODES), tokenizer)
-
-    def _seal(self, held: _Session) -> None:
-        """Nothing: see above."""
+        super().__init__(runner, growing or Growing(max_nodes=_NODES), tokenizer, seals=False)
