@@ -454,6 +454,54 @@ def distill(
 
 
 @app.command()
+def heads(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="checkpoint folder of the target")],
+    out: Annotated[Path, typer.Option(help="folder that gets the heads")],
+    count: Annotated[int, typer.Option(min=1, max=8, help="heads: tokens guessed beyond the target's own")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 1000,
+    batch_size: Annotated[int, typer.Option(min=1, help="windows per step")] = 4,
+    sequence_length: Annotated[int, typer.Option(min=16, help="tokens per window")] = 256,
+    learning_rate: Annotated[float, typer.Option(min=0, help="peak; the schedule is a cosine")] = 2e-3,
+    seed: Annotated[int, typer.Option(min=0, help="of the batches")] = 0,
+    work: Annotated[Path, typer.Option(help="folder of the state from which a run resumes")] = Path("build/heads"),
+) -> None:
+    """Trains heads that guess several tokens at once from a target's last hidden state; the target stays as it is.
+
+    The corpus is Python's standard library, so the target should be one of Python code.
+
+    Interrupt it at any time: the same command goes on from the last saved step.
+
+    [dim]Example[/dim]
+
+      paceline heads models/code-target --out build/heads-of-code-target
+    """
+    with one_line_errors():
+        check_checkpoint(target)
+        from transformers.utils import logging as transformers_logging
+
+        from engine.train_heads import HeadsConfig, train_heads
+
+        transformers_logging.disable_progress_bar()
+        figures = train_heads(
+            HeadsConfig(
+                target,
+                out,
+                work,
+                heads=count,
+                steps=steps,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                learning_rate=learning_rate,
+                seed=seed,
+            )
+        )
+    if figures:
+        agreement = ", ".join(f"{share:.3f}" for share in figures["held_out_agreement"])
+        typer.echo(f"agreement with the target on held-out files, head by head: {agreement}")
+    typer.echo(f"written: {out}")
+
+
+@app.command()
 def expand(
     model: Annotated[Path, typer.Argument(help="checkpoint folder")],
     layers: Annotated[int, typer.Option(min=1, help="decoder layers of the new model")],

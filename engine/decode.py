@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerFast
 
 from engine.budget import Window
-from engine.drafters import Drafter, Learner
+from engine.drafters import Drafter, Learner, ReadsStates
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, Sequence, Stepper
@@ -83,13 +83,14 @@ def decode_steps(
     margins: bool = False,
 ) -> Iterator[tuple[int, Outcome]]:
     """Yields (index of the request, outcome) after every step, as `decode` does; see there."""
-    stepper = Stepper(runner, margins=margins)
+    reader = _reader(speculation)
+    stepper = Stepper(runner, margins=margins, states=reader is not None)
     vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
     sequences: list[Sequence] = []
     try:
         for request in requests:
             sequences.append(Sequence(request, runner, vocabulary))
-        yield from _loop(stepper, sequences, speculation)
+        yield from _loop(stepper, sequences, speculation, reader)
     finally:
         for index, sequence in enumerate(sequences):
             runner.pool.release(sequence.lease)
@@ -97,8 +98,13 @@ def decode_steps(
                 speculation.drafter.close(index)
 
 
+def _reader(speculation: Speculation | None) -> ReadsStates | None:
+    """The drafter, if it is one that reads the target's states."""
+    return speculation.drafter if speculation is not None and isinstance(speculation.drafter, ReadsStates) else None
+
+
 def _loop(
-    stepper: Stepper, sequences: list[Sequence], speculation: Speculation | None
+    stepper: Stepper, sequences: list[Sequence], speculation: Speculation | None, reader: ReadsStates | None
 ) -> Iterator[tuple[int, Outcome]]:
     if speculation is not None:
         for index, sequence in enumerate(sequences):
@@ -117,6 +123,8 @@ def _loop(
                     speculation.window.observe(plan.tree, plan.nodes, outcome.path)
                     if speculation.learner is not None:
                         speculation.learner.learn(index, plan.tree, plan.nodes, outcome.choices)
+                if reader is not None and outcome.state is not None:
+                    reader.see(index, outcome.state)
                 speculation.drafter.commit(index, outcome.tokens)
             yield index, outcome
             if outcome.sequence.finish_reason is not None:

@@ -4,6 +4,7 @@ The model's own code runs unchanged; an attention function registered with trans
 and values to the pool and lets every row see its own path: the committed prefix, then its ancestors in the tree.
 """
 
+import copy
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from engine.checkpoint import ModelError, architecture, check_checkpoint
 from engine.cpu import fused_decoder, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
-from engine.probe import PROBE, Unsupported, probe, register_probe
+from engine.layers import first_layers
+from engine.probe import PROBE, Unsupported, probe, refusing, register_probe
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
@@ -79,18 +81,20 @@ class ModelRunner:
         self.model = self._load()
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
+        self.hidden_size = int(config.hidden_size)
         self.max_length = _max_length(config)
-        layers = int(config.num_hidden_layers)
+        self.layers = int(config.num_hidden_layers)
         replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
         self._current = Current()
+        self.hidden = torch.zeros(0)  # final states of the last pass's wanted rows, [wanted rows, hidden_size]
         try:
-            self._heads = self._probe(layers)
+            self._heads = self._probe(self.layers)
             if replaced:
                 speed_up(self.model, fuse=set(self._heads.windows) == {None})
             self._head = output_head(self.model)
         except Unsupported as error:
             raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
-        self.pool = KVPool(layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
+        self.pool = KVPool(self.layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
         self._decoder = fused_decoder(self.model, self.pool, self._heads) if replaced else None
         if compile:
             self._compile()
@@ -144,6 +148,26 @@ class ModelRunner:
         finally:
             self.pool.release(lease)
 
+    def first_layers(self, count: int) -> "ModelRunner":
+        """A runner of this model's first layers, with its final norm and output layer: the same weights, the same pool.
+
+        In pages of that pool it writes the part of those layers only. It is never invariant. Raises ModelError.
+        """
+        first = copy.copy(self)
+        first.invariant, first.layers = False, count
+        lease = self.pool.lease(2)
+        try:
+            first.model = first_layers(self.model, count)
+            if self._decoder is not None:
+                first._decoder = fused_decoder(first.model, self.pool, self._heads)
+            with refusing("can't be run without its last layers"):
+                first.forward([chain_rows(lease, 0, [0, 0])])
+        except Unsupported as error:
+            raise ModelError(f"{self.path} can't exit early: {self._architecture} {error}") from error
+        finally:
+            self.pool.release(lease)
+        return first
+
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
         """Runs all rows in order and writes their KV; returns the wanted rows' logits, float32 [wanted rows, vocab_size]."""
@@ -153,7 +177,8 @@ class ModelRunner:
         size = self._rows if self.invariant else total
         hidden = [self._hidden(layout, start, min(start + size, total)) for start in range(0, total, size)]
         states = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        return self._logits(states if len(wanted) == total else states[wanted])
+        self.hidden = states if len(wanted) == total else states[wanted]
+        return self.logits(self.hidden)
 
     def _hidden(self, layout: Layout, start: int, stop: int) -> torch.Tensor:
         """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded to a bucket."""
@@ -169,7 +194,7 @@ class ModelRunner:
         states: torch.Tensor = out.last_hidden_state[0, : stop - start]
         return states
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The output head on [n, hidden_size], called with bucketed row counts."""
         n = len(hidden)
         if n == 0:

@@ -1,7 +1,7 @@
 """One target step: run the sequences' rows, let the target choose, walk each tree, commit what was accepted."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -160,6 +160,7 @@ class Outcome:
     margins: list[float]  # of each newly committed token, when asked for
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each newly committed token, when asked for
     choices: list[int] = field(default_factory=list)  # the target's tokens behind the root and each verified node
+    state: torch.Tensor | None = None  # [hidden_size], final: what the last new token was chosen from, when asked for
 
 
 class StepError(RuntimeError):
@@ -171,12 +172,18 @@ class StepError(RuntimeError):
 
 
 class Stepper:
-    """Runs target steps. `margins`: also compute how close to a tie every choice was."""
+    """Runs target steps.
 
-    def __init__(self, runner: ModelRunner, prefill_chunk: int = 64, margins: bool = False) -> None:
+    margins: also compute how close to a tie every choice was. states: hand out the hidden states of last tokens.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, prefill_chunk: int = 64, margins: bool = False, states: bool = False
+    ) -> None:
         self.runner = runner
         self._prefill_chunk = prefill_chunk
         self._margins = margins
+        self._states = states
 
     def step(self, plans: Seq[Plan]) -> list[Outcome]:
         """One forward pass over all plans. Raises StepError, before anything is committed for anybody."""
@@ -188,7 +195,18 @@ class Stepper:
             if not bool(torch.isfinite(part.sum())):
                 self.runner.pool.wipe(plan.sequence.lease)
                 raise StepError(plan.sequence.request.request_id)
-        return [self._commit(plan, rows, part) for plan, rows, part in zip(plans, batch, parts, strict=True)]
+        outcomes = [self._commit(plan, rows, part) for plan, rows, part in zip(plans, batch, parts, strict=True)]
+        return self._with_states(plans, outcomes, counts) if self._states else outcomes
+
+    def _with_states(self, plans: Seq[Plan], outcomes: list[Outcome], counts: list[int]) -> list[Outcome]:
+        """Adds the hidden states at the ends of the walks; counts: wanted rows of each plan."""
+        told = []
+        for plan, outcome, states in zip(plans, outcomes, self.runner.hidden.split(counts), strict=True):
+            row = 0  # the root's
+            if plan.nodes is not None and outcome.path:
+                row = 1 + int(np.searchsorted(plan.nodes, outcome.path[-1]))
+            told.append(replace(outcome, state=states[row]) if outcome.tokens else outcome)
+        return told
 
     def _rows(self, plan: Plan) -> SequenceRows:
         sequence = plan.sequence

@@ -35,6 +35,19 @@ class Schedule(Protocol):
     def learning_rate(self) -> float: ...
 
 
+class Batches(Protocol):
+    """What the windows of a step are a function of."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """The recipe. Equal configurations on equal software give equal weights, interrupted or not."""
@@ -117,7 +130,7 @@ def build_model(shape: dict[str, int], key_value_heads: int, config: TrainingCon
     return model
 
 
-def batch_at(step: int, data: torch.Tensor, config: TrainingConfig) -> torch.Tensor:
+def batch_at(step: int, data: torch.Tensor, config: Batches) -> torch.Tensor:
     """The step's random windows [batch_size, sequence_length + 1]: a function of (seed, step), so a run can resume."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     starts = torch.randint(0, len(data) - config.sequence_length - 1, (config.batch_size,), generator=generator)
@@ -160,7 +173,7 @@ def evaluate(
     return loss, agreement
 
 
-def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
     """AdamW; only matrices decay."""
     parameters = list(model.parameters())
     groups = [

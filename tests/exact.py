@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
+from engine.drafters.early_exit import EarlyExitDrafter
+from engine.drafters.heads import HeadsDrafter, load_heads
 from engine.drafters.jacobi import JacobiDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
@@ -38,12 +41,13 @@ from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, H
 
 MODELS = Path(__file__).parent.parent / "models"
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
+HEADS = MODELS / "code-target-heads"
 TEMPERATURES = (0.0, 0.7, 1.0)
 BATCHES = (1, 4, 8)
 TIE = 1e-3  # a smaller distance between the two best scores is a tie, where other shapes of a pass may choose otherwise
 
 Tokens = tuple[int, ...]
-Make = Callable[[ModelRunner], Speculation]  # from a draft
+Make = Callable[[ModelRunner], Speculation]  # from a draft, or from the target itself
 
 
 @dataclass
@@ -149,6 +153,13 @@ SPECULATIONS: dict[str, Make] = {
     "nonsense-goodput": nonsense(goodput()),
 }
 
+SELF_SPECULATIONS: dict[str, Make] = {  # by what the target itself knows
+    "early-exit-chain": lambda target: Speculation(EarlyExitDrafter(target, 4), FixedChain(4), 4),
+    "early-exit-goodput": lambda target: Speculation(EarlyExitDrafter(target, 4), goodput(), 3),
+    "heads-tree": lambda target: Speculation(HeadsDrafter(target, load_heads(HEADS, target)), FixedTree(12), 1),
+    "heads-goodput": lambda target: Speculation(HeadsDrafter(target, load_heads(HEADS, target)), goodput(), 1),
+}
+
 
 def load_prompts(count: int) -> list[Tokens]:
     """The first prompts of the bundled held-out ones."""
@@ -240,12 +251,17 @@ def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tok
     found = versus_transformers(runner, prompts, tokens)
     wrong = [difference for difference in found if difference.margin is None or difference.margin >= TIE]
     yield f"transformers' generate, {len(prompts)} greedy outputs, {len(found) - len(wrong)} ties", wrong
+    speculations: dict[str, Callable[[], Speculation | None]] = {
+        "plain": lambda: None,
+        **{name: partial(make, draft) for name, make in SPECULATIONS.items()},
+        **{name: partial(make, runner) for name, make in SELF_SPECULATIONS.items()},
+    }
     for temperature in TEMPERATURES:
         requests = make_requests(prompts, temperature, tokens)
         plain = [generation.tokens for generation in run(runner, requests, batch=1)]
         for batch in BATCHES:
-            for name, make in {"plain": None, **SPECULATIONS}.items():
-                generations = run(runner, requests, make(draft) if make else None, batch)
+            for name, make in speculations.items():
+                generations = run(runner, requests, make(), batch)
                 per_step = sum(map(len, plain)) / sum(generation.steps for generation in generations)
                 case = f"T={temperature} batch={batch} {name}, {per_step:.2f} tokens a step"
                 yield case, list(differences(generations, plain))
@@ -325,7 +341,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True)
-    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 512)
+    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 1024)
     draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
     prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
     parts: dict[str, Callable[[], Iterator[Result]]] = {

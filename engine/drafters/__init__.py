@@ -1,10 +1,13 @@
 """Drafters: anything that grows token trees, behind one protocol."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from engine.tree import Moved, TokenTree
 from engine.types import IntArray, SamplingParams
+
+if TYPE_CHECKING:
+    import torch  # what only looks text up does without it
 
 
 class Drafter(Protocol):
@@ -40,3 +43,11 @@ class Learner(Protocol):
 
         choices: the target's token behind the root and behind each of `nodes`, [1 + nodes]; -1 where none is allowed.
         """
+
+
+@runtime_checkable
+class ReadsStates(Protocol):
+    """A drafter that guesses from the target's own hidden states; it lives in the target's process."""
+
+    def see(self, session: int, state: "torch.Tensor") -> None:
+        """The final hidden state [hidden_size] that the target chose the last of its new tokens from; `commit` follows."""

@@ -76,10 +76,18 @@ class ModelDrafter:
     """Implements Drafter with a ModelRunner."""
 
     def __init__(
-        self, runner: ModelRunner, growing: Growing | None = None, tokenizer: PreTrainedTokenizerFast | None = None
+        self,
+        runner: ModelRunner,
+        growing: Growing | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        seals: bool = True,
     ) -> None:
-        """tokenizer: without it, sessions with a grammar are guessed at as if they had none."""
+        """tokenizer: without it, sessions with a grammar are guessed at as if they had none.
+
+        seals: keep full pages for who opens the same prefix; not where a whole model shares the pool with its part.
+        """
         self._runner = runner
+        self._seals = seals
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
@@ -153,7 +161,7 @@ class ModelDrafter:
         """Pages that are full now are kept for who opens the same prefix, after a lost link as well."""
         size = self._runner.pool.page_size
         full = held.computed // size
-        if full > len(held.lease.sealed):
+        if self._seals and full > len(held.lease.sealed):
             held.chain.extend(held.tokens[len(held.chain) :])
             self._runner.pool.seal(held.lease, held.chain.digests(size)[:full])
 
