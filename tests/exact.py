@@ -24,6 +24,7 @@ from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
+from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.runner import ModelRunner
@@ -96,6 +97,14 @@ def ngram(length: int) -> Make:
     return lambda draft: Speculation(NgramDrafter(), FixedChain(length), 1)
 
 
+def merged(window: Window, draft_steps: int = 3) -> Make:
+    return lambda draft: Speculation(
+        MergedDrafter([ModelDrafter(draft, Growing(lookup=0)), NgramDrafter(), NonsenseDrafter(draft.vocab_size, 2)]),
+        window,
+        draft_steps,
+    )
+
+
 def nonsense(window: Window) -> Make:
     return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
 
@@ -110,6 +119,8 @@ SPECULATIONS: dict[str, Make] = {
     "ngram-3": ngram(3),
     "ngram-12": ngram(12),
     "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
+    "merged-15": merged(FixedTree(15)),
+    "merged-goodput": merged(goodput()),
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),
