@@ -24,6 +24,7 @@ from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
+from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
@@ -105,6 +106,17 @@ def merged(window: Window, draft_steps: int = 3) -> Make:
     )
 
 
+def cascade(window: Window, draft_steps: int = 3) -> Make:
+    """n-grams -> draft -> target, and nonsense below all of them."""
+
+    def make(draft: ModelRunner) -> Speculation:
+        guesses = MergedDrafter([NgramDrafter(), NonsenseDrafter(draft.vocab_size, 2)])
+        middle = ModelDrafter(draft, Growing(lookup=0, overrule=True))
+        return Speculation(CascadeDrafter(middle, guesses), window, draft_steps)
+
+    return make
+
+
 def nonsense(window: Window) -> Make:
     return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
 
@@ -121,6 +133,8 @@ SPECULATIONS: dict[str, Make] = {
     "ngram-goodput": lambda draft: Speculation(NgramDrafter(), goodput(), 1),
     "merged-15": merged(FixedTree(15)),
     "merged-goodput": merged(goodput()),
+    "cascade-15": cascade(FixedTree(15)),
+    "cascade-goodput": cascade(goodput()),
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),

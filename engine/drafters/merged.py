@@ -23,7 +23,7 @@ _BEFORE = 0.5  # what was claimed, and was right, before anything is known
 
 
 class Worth:
-    """What the confidences of one drafter are worth, lately; greedy sessions and others apart, as lookups do worse in these."""
+    """What the confidences of one drafter are worth, lately: in greedy sessions, and in others, where lookups do worse."""
 
     def __init__(self) -> None:
         self._claimed = {True: _BEFORE, False: _BEFORE}  # expected to be committed, of its children of the root
