@@ -28,6 +28,7 @@ from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
+from engine.drafters.translate import OtherTokenizerDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
@@ -117,6 +118,19 @@ def cascade(window: Window, draft_steps: int = 3) -> Make:
     return make
 
 
+def translated(draft: ModelRunner) -> Speculation:
+    """As if the draft had another tokenizer."""
+    tokenizer = load_tokenizer(DRAFT)
+    inner = ModelDrafter(draft, Growing(lookup=0, max_depth=20))
+    return Speculation(OtherTokenizerDrafter(inner, tokenizer, tokenizer), FixedTree(15), 4)
+
+
+def rounded(draft: ModelRunner) -> Speculation:
+    """The same draft with 8-bit weights."""
+    runner = ModelRunner(draft.path, dtype="float32", kv_tokens=draft.pool.capacity, weights="int8")
+    return Speculation(ModelDrafter(runner), FixedTree(15), 3)
+
+
 def nonsense(window: Window) -> Make:
     return lambda draft: Speculation(NonsenseDrafter(draft.vocab_size), window, 1)
 
@@ -135,6 +149,8 @@ SPECULATIONS: dict[str, Make] = {
     "merged-goodput": merged(goodput()),
     "cascade-15": cascade(FixedTree(15)),
     "cascade-goodput": cascade(goodput()),
+    "translated-15": translated,
+    "int8-15": rounded,
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),

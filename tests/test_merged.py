@@ -5,7 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from cluster.draft import DraftReplica
 from cluster.draft_state import DraftState, resend
+from cluster.link import memory_link
+from cluster.target import TargetReplica
 from engine.decode import Speculation
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
@@ -16,7 +19,7 @@ from engine.tree import ROOT, Moved, TokenTree
 from engine.types import Growth, Open, SamplingParams
 from engine.windows import FixedTree
 from tests import exact
-from tests.exact import Make, NonsenseDrafter, Tokens, differences, make_requests, run
+from tests.exact import Make, NonsenseDrafter, Tokens, differences, make_requests, run, serve
 
 REPEATED = [11, 12, 13, 14] * 4
 
@@ -172,3 +175,23 @@ def test_together_they_guess_at_least_as_well_as_the_better_one(target: ModelRun
         )
     )
     assert both <= 1.05 * min(model, ngram), (both, model, ngram)
+
+
+@pytest.mark.parametrize("name", ["merged-15", "cascade-15", "translated-15"])
+def test_replicas_draft_with_them(target: ModelRunner, draft: ModelRunner, prompts: list[Tokens], name: str) -> None:
+    """What is told to a target's mirror is told from their trees."""
+    requests = make_requests(prompts[:2], 0.0, 16)
+    plain = [generation.tokens for generation in run(target, requests, batch=1)]
+    replica = TargetReplica(target, FixedTree(15))
+    drafting = DraftReplica(exact.SPECULATIONS[name](draft).drafter)
+    down, up = memory_link()
+    drafting.add_link(up)
+    replica.add_link(down)
+    generations = serve(replica, requests)
+    assert not list(differences(generations, plain))
+    assert sum(generation.accepted for generation in generations) > 0
+    assert replica.wait_idle(60.0)
+    replica.check()
+    replica.close()
+    drafting.check()
+    drafting.close()

@@ -80,9 +80,9 @@ def test_a_good_draft_with_another_vocabulary_guesses_well(
     runner = ModelRunner(permuted, dtype="float32", kv_tokens=2048)
     inner = ModelDrafter(runner, Growing(lookup=0, max_depth=20))
     drafter = OtherTokenizerDrafter(inner, load_tokenizer(permuted), tokenizer)
-    generations = decoded(target, prompts[:2], temperature, drafter)
+    generations = decoded(target, [prompts[0], prompts[2], prompts[3]], temperature, drafter)
     per_step = sum(len(each.tokens) for each in generations) / sum(each.steps for each in generations)
-    assert per_step > (1.6 if temperature == 0 else 1.2)
+    assert per_step > (2.0 if temperature == 0 else 1.2)
     assert runner.pool.used_pages == 0
 
 
