@@ -28,6 +28,7 @@ from cluster.trace import Span
 from cluster.wire import DIGEST_BYTES, decode_up, encode_up
 from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
+from engine.cpu import Weights
 from engine.drafters import Drafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
@@ -77,6 +78,7 @@ class DraftConfig:
     growing: Growing = field(default_factory=Growing)
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's, or "ngram"
+    weights: Weights = "auto"  # "int8": of large layers, on CPUs
 
 
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
@@ -376,6 +378,7 @@ def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
         dtype=config.dtype,
         device=placement.device,
         compile=config.compile,
+        weights=config.weights,
     )
     warm_up(runner, repeats=2)
     drafter = ModelDrafter(runner, config.growing, find_tokenizer(config.model))

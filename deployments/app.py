@@ -112,6 +112,7 @@ def draft_config(name: str, options: DraftOptions) -> DraftConfig:
         options.ports,
         compile=options.compile,
         served_as=name,
+        weights=options.weights,
     )
 
 

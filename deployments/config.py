@@ -121,6 +121,7 @@ class DraftOptions(_Settings):
     kv_tokens: PositiveInt = Field(65536, description="tokens that the KV pool of a replica holds")
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
     ports: tuple[Port, Port] = Field((26500, 26599), description="first and last; each replica takes a free one")
+    weights: Literal["auto", "int8"] = Field("auto", description="int8: those of large layers, on CPUs")
     compile: bool = Field(False, description="the model, by torch.compile")
     replicas: Resources = Resources()
     scaling: DraftScaling = DraftScaling()

@@ -5,8 +5,8 @@ are replaced depends on their shapes and classes alone: equal software gives equ
 """
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from engine.attention import Group, Heads, Part
 from engine.kv import KVPool
 
+Weights = Literal["auto", "int8"]
+
+_WORTH_INT8 = 300_000  # weights of a layer; below, rounding the inputs takes longer than is saved
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
@@ -63,6 +66,44 @@ class HalfLinear(torch.nn.Module):
         return torch.fbgemm_linear_fp16_weight_fp32_activation(x, self.packed, self.bias)
 
 
+class Int8Linear(torch.nn.Module):
+    """A linear layer with 8-bit weights, one scale for each output; inputs are rounded to 8 bits as they come, by FBGEMM.
+
+    A quarter of the bytes of float32, at some accuracy: for drafts. A row's bits depend on the rows beside it.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        values = weight.float()
+        scales = values.abs().amax(1).clamp_min(1e-12).double() / 127
+        offsets = torch.zeros(len(weight), dtype=torch.int64)
+        with (
+            warnings.catch_warnings()
+        ):  # deprecated in favour of torchao, which takes 3 to 6 times as long per call on CPUs
+            warnings.simplefilter("ignore", UserWarning)
+            rounded = torch.quantize_per_channel(values, scales, offsets, 0, torch.qint8)
+        self.weight = weight
+        self.packed: Any = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in_features]."""
+        # Inputs of 7 bits: sums of products of 8 bits overflow on processors without instructions for them.
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic(x.float(), self.packed, True)
+        return out.to(x.dtype)
+
+
+class _Recordable(torch.nn.Module):
+    """A function to record, with the layers whose weights are no tensors: a recording finds these in a module alone."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], layers: Sequence[Int8Linear]) -> None:
+        super().__init__()
+        self._function = function
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self._function(*inputs)
+
+
 def fits_half(weight: torch.Tensor) -> bool:
     """Whether float16 holds a float32 weight, but for parts of it below 2^-25: too small to be seen in float32 sums."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
@@ -73,10 +114,12 @@ def fits_half(weight: torch.Tensor) -> bool:
 class _Joined:
     """One matrix for projections that read the same input, computed when the first is called."""
 
-    def __init__(self, linears: Sequence[Any]) -> None:  # torch.nn.Linear; its bias is typed as never None
+    def __init__(
+        self, linears: Sequence[Any], weights: Weights
+    ) -> None:  # torch.nn.Linear; its bias is never None for mypy
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self.linear = make_linear(weight, torch.cat(biases) if biases else None)
+        self.linear = make_linear(weight, torch.cat(biases) if biases else None, weights)
         self._sizes = [linear.out_features for linear in linears]
         self.x: torch.Tensor | None = None  # what the parts were computed of
         self.parts: list[torch.Tensor] = []
@@ -188,6 +231,7 @@ class FusedDecoder:
         self._cosines, self._sines = cosines[0], sines[0]
         self._packed = [module for module in base.layers.modules() if isinstance(module, PackedLinear | HalfLinear)]
         self._given = [pool.data, *(module.packed for module in self._packed)]  # what a recording can't hold
+        self._int8 = [module for module in base.layers.modules() if isinstance(module, Int8Linear)]
         self._recorded: dict[tuple[int, bool], Any] = {}  # by the kind of keys, and whether there is a mask
         self._record(pool, heads)
 
@@ -225,7 +269,7 @@ class FusedDecoder:
                 inputs = (self._given, rows, rows, rows, keys, *masked)
                 with warnings.catch_warnings():  # torch.compile, recommended in its place, needs a C++ compiler
                     warnings.simplefilter("ignore", DeprecationWarning)
-                    recorded = torch.jit.trace(run, inputs, check_trace=False)
+                    recorded = torch.jit.trace(_Recordable(run, self._int8), inputs, check_trace=False)
                 for _ in range(3):  # the first calls still optimise
                     recorded(*inputs)
                 self._recorded[keys.ndim, bool(masked)] = recorded
@@ -250,8 +294,10 @@ def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None
     return FusedDecoder(base, pool, heads, length) if known else None
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights = "auto") -> torch.nn.Module:
     """The faster kind of linear layer for this weight [out_features, in_features] on this machine."""
+    if weights == "int8" and weight.numel() >= _WORTH_INT8:
+        return Int8Linear(weight, bias)
     if weight.dtype == torch.float32 and fits_half(weight):
         return HalfLinear(weight, bias)
     if weight.dtype == torch.float32:
@@ -261,16 +307,16 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Mod
     return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
 
 
-def speed_up(model: torch.nn.Module, fuse: bool) -> None:
+def speed_up(model: torch.nn.Module, fuse: bool, weights: Weights = "auto") -> None:
     """Replaces what can be replaced in a loaded model, in place. Modules it doesn't know stay as they are.
 
     fuse: whether layers may be replaced as a whole; not where they differ, as with sliding windows in some.
     """
     for module in list(model.modules()):
         for names in _PARALLEL:
-            _join(module, names)
+            _join(module, names, weights)
         for name, child in list(module.named_children()):
-            setattr(module, name, _faster(child))
+            setattr(module, name, _faster(child, weights))
 
     if not fuse:
         return
@@ -294,24 +340,24 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _faster(module: Any) -> torch.nn.Module:
+def _faster(module: Any, weights: Weights) -> torch.nn.Module:
     """What to put in a module's place; itself where nothing is known to be faster."""
     kind = type(module)
     if kind is torch.nn.Linear:
         bias: Any = module.bias
-        return make_linear(module.weight.detach(), None if bias is None else bias.detach())
+        return make_linear(module.weight.detach(), None if bias is None else bias.detach(), weights)
     if kind.__name__ in _PLAIN_NORMS and module.weight.dtype == torch.float32:
         return FusedNorm(module.weight.detach(), module.variance_epsilon)
     kept: torch.nn.Module = module
     return kept
 
 
-def _join(module: torch.nn.Module, names: Sequence[str]) -> None:
+def _join(module: torch.nn.Module, names: Sequence[str], weights: Weights) -> None:
     """Joins the projections of these names, if the module has them all as ordinary linear layers of the same kind."""
     linears = [getattr(module, name, None) for name in names]
     plain = [linear for linear in linears if linear.__class__ is torch.nn.Linear]
     if len(plain) < len(names) or len({linear.bias is None for linear in plain}) > 1:
         return
-    joined = _Joined(plain)
+    joined = _Joined(plain, weights)
     for index, name in enumerate(names):
         setattr(module, name, JoinedPart(joined, index))

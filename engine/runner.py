@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint
-from engine.cpu import fused_decoder, speed_up
+from engine.cpu import Weights, fused_decoder, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
@@ -57,6 +57,7 @@ class ModelRunner:
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
     `invariant_rows` rows, and each row attends to its keys gathered in position order at a length that depends on its
     position. compile: by torch.compile, all but the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
+    weights: "int8" rounds those of large layers to 8 bits, which changes the output a little: for drafts on CPUs.
     Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.
     """
 
@@ -70,10 +71,13 @@ class ModelRunner:
         invariant: bool = False,
         invariant_rows: int = 8,
         compile: bool = False,
+        weights: Weights = "auto",
     ) -> None:
         self.path = Path(path)
         self._architecture = architecture(check_checkpoint(self.path))
         _check_device(device)
+        if weights == "int8":
+            _check_int8(self.path, device, invariant, compile)
         self.device = device
         self.dtype = pick_dtype(dtype, device)
         self.invariant = invariant
@@ -90,7 +94,7 @@ class ModelRunner:
         try:
             self._heads = self._probe(self.layers)
             if replaced:
-                speed_up(self.model, fuse=set(self._heads.windows) == {None})
+                speed_up(self.model, fuse=set(self._heads.windows) == {None}, weights=weights)
             self._head = output_head(self.model)
         except Unsupported as error:
             raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
@@ -219,6 +223,20 @@ def _check_device(device: str) -> None:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from error
+
+
+def _check_int8(path: Path, device: str, invariant: bool, compile: bool) -> None:
+    reason = ""
+    if device != "cpu":
+        reason = f"on device {device!r}, only on CPUs"
+    elif "fbgemm" not in torch.backends.quantized.supported_engines:
+        reason = "with this torch, which was built without FBGEMM"
+    elif invariant:
+        reason = "in invariant mode: inputs are rounded together"
+    elif compile:
+        reason = "compiled"
+    if reason:
+        raise ModelError(f"{path} can't be run with int8 weights {reason}")
 
 
 def _max_length(config: Any) -> int:

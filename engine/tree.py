@@ -78,9 +78,25 @@ class TokenTree:
         self.size = int(added[-1])
         return [int(node) for node in added[:-1]]
 
-    def expand(self, nodes: Sequence[int], tokens: IntArray, confidences: FloatArray) -> None:
-        """Adds the children of each of `nodes`, each as by `add`; tokens and confidences are [nodes, children]."""
+    def expand(self, nodes: Sequence[int], tokens: IntArray, confidences: FloatArray, overrule: bool = False) -> None:
+        """Adds the children of each of `nodes`, each as by `add`; tokens and confidences are [nodes, children].
+
+        overrule: children that were there already get the new confidences too, or 0.
+        """
         self.size = loops.expand(self.nodes, self.size, _ids(nodes), tokens, confidences)
+        if overrule:
+            loops.overrule(self.nodes, self.size, _ids(nodes), tokens, confidences)
+
+    def adopt(self, other: "TokenTree", count: int, known: bool) -> int:
+        """Takes over the `count` most probable nodes of another tree with the same root; returns how many are new.
+
+        known: the other knows better: its confidences replace those that are here. Otherwise nothing changes that is here,
+        and nodes whose children were computed here get no others.
+        """
+        old = self.size
+        piece = other.piece(other.best(count, other.probability[: other.size]))
+        self.size = loops.adopt(self.nodes, old, *piece, known)
+        return self.size - old
 
     def lineage(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""

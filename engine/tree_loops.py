@@ -70,6 +70,44 @@ def expand(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, confid
 
 
 @compiled
+def overrule(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, confidences: FloatArray) -> None:
+    """Gives all children of `expanded` the confidences [expanded, children] of their tokens, 0 where there is none."""
+    for row in range(len(expanded)):
+        for i in range(expanded[row] + 1, size):
+            if nodes.parent[i] == expanded[row]:
+                nodes.confidence[i] = 0.0
+                for j in range(tokens.shape[1]):
+                    if tokens[row, j] == nodes.token[i] and 0 <= confidences[row, j] <= 1:
+                        nodes.confidence[i] = confidences[row, j]
+    reweigh(nodes, size)
+
+
+@compiled
+def reweigh(nodes: Nodes, size: int) -> None:
+    """Makes all probabilities anew, of the confidences."""
+    for i in range(1, size):
+        nodes.probability[i] = nodes.probability[nodes.parent[i]] * nodes.confidence[i]
+
+
+@compiled
+def adopt(nodes: Nodes, size: int, parents: IntArray, tokens: IntArray, confidences: FloatArray, known: bool) -> int:
+    """The new size; see TokenTree.adopt."""
+    places = np.full(len(parents), _GONE, np.int32)
+    for i in range(len(parents)):
+        above = places[parents[i]] if parents[i] >= 0 else 0
+        if above == _GONE:
+            continue
+        places[i] = child(nodes, size, above, tokens[i])
+        if places[i] < 0 and (known or not nodes.expanded[above]):
+            places[i] = add(nodes, size, above, tokens[i], confidences[i])
+            size = max(size, places[i] + 1)
+        elif places[i] >= 0 and known:
+            nodes.confidence[places[i]] = confidences[i]
+    reweigh(nodes, size)
+    return size
+
+
+@compiled
 def graft(
     nodes: Nodes, size: int, committed: IntArray, parents: IntArray, tokens: IntArray, confidences: FloatArray
 ) -> int:

@@ -26,13 +26,16 @@ from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
+from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.early_exit import EarlyExitDrafter
 from engine.drafters.heads import HeadsDrafter, load_heads
 from engine.drafters.jacobi import JacobiDrafter
+from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.drafters.suffix import SuffixDrafter
+from engine.drafters.translate import OtherTokenizerDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
@@ -121,8 +124,40 @@ def jacobi(window: Callable[[], Window]) -> Make:
     return make
 
 
+def merged(window: Window, draft_steps: int = 3) -> Make:
+    return lambda draft: Speculation(
+        MergedDrafter([ModelDrafter(draft, Growing(lookup=0)), NgramDrafter(), NonsenseDrafter(draft.vocab_size, 2)]),
+        window,
+        draft_steps,
+    )
+
+
+def cascade(window: Window, draft_steps: int = 3) -> Make:
+    """n-grams -> draft -> target, and nonsense below all of them."""
+
+    def make(draft: ModelRunner) -> Speculation:
+        guesses = MergedDrafter([NgramDrafter(), NonsenseDrafter(draft.vocab_size, 2)])
+        middle = ModelDrafter(draft, Growing(lookup=0, overrule=True))
+        return Speculation(CascadeDrafter(middle, guesses), window, draft_steps)
+
+    return make
+
+
 def learning(window: Callable[[], Window]) -> Make:
     return lambda draft: Speculation(ModelDrafter(draft), window(), 5)
+
+
+def translated(draft: ModelRunner) -> Speculation:
+    """As if the draft had another tokenizer."""
+    tokenizer = load_tokenizer(DRAFT)
+    inner = ModelDrafter(draft, Growing(lookup=0, max_depth=20))
+    return Speculation(OtherTokenizerDrafter(inner, tokenizer, tokenizer), FixedTree(15), 4)
+
+
+def rounded(draft: ModelRunner) -> Speculation:
+    """The same draft with 8-bit weights."""
+    runner = ModelRunner(draft.path, dtype="float32", kv_tokens=draft.pool.capacity, weights="int8")
+    return Speculation(ModelDrafter(runner), FixedTree(15), 3)
 
 
 def nonsense(window: Window) -> Make:
@@ -148,6 +183,12 @@ SPECULATIONS: dict[str, Make] = {
     "retrieval-tree": retrieval(FixedTree(24)),
     "jacobi-chain": jacobi(lambda: FixedChain(8)),
     "jacobi-tree": jacobi(lambda: FixedTree(24)),
+    "merged-15": merged(FixedTree(15)),
+    "merged-goodput": merged(goodput()),
+    "cascade-15": cascade(FixedTree(15)),
+    "cascade-goodput": cascade(goodput()),
+    "translated-15": translated,
+    "int8-15": rounded,
     "nonsense-chain": nonsense(FixedChain(4)),
     "nonsense-tree": nonsense(FixedTree(7)),
     "nonsense-goodput": nonsense(goodput()),

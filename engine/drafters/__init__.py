@@ -26,7 +26,10 @@ class Drafter(Protocol):
         """Expands the most valuable frontier nodes of all sessions in one batch; the sessions that were worked on."""
 
     def tree(self, session: int) -> TokenTree:
-        """The session's tree; its root is the last committed token."""
+        """The session's tree; its root is the last committed token.
+
+        Between commits nodes are only added. Others may hang some there; a drafter that can goes on below them.
+        """
 
     def close(self, session: int) -> None:
         """Frees what the session holds; unknown sessions are ignored."""

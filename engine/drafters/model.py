@@ -38,6 +38,7 @@ class Growing:
     max_nodes: int = 256  # per session
     prefill_chunk: int = 64  # prefix tokens per session and draft step
     lookup: int = 8  # tokens looked up after each commit; 0: none
+    overrule: bool = False  # what others hung into a tree gets the model's own confidence once that is known
 
 
 class _Session:
@@ -244,11 +245,11 @@ class ModelDrafter:
         for session, group in groupby(enumerate(places), key=lambda place: place[1][0]):
             rows, nodes = map(list, zip(*((row, node) for row, (_, node) in group), strict=True))
             if nodes[0] >= 0:  # a prefix that is still incomplete is alone, and has no node
-                self._sessions[session].tree.expand(nodes, tokens[rows], confidences[rows])
+                self._sessions[session].tree.expand(nodes, tokens[rows], confidences[rows], self._growing.overrule)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, ids unknown to this model as another: a wrong guess, not an error."""
-        return [min(token, self._runner.vocab_size - 1) for token in tokens]
+        return [min(max(token, 0), self._runner.vocab_size - 1) for token in tokens]
 
     def _process(self, places: list[tuple[int, int]], logits: torch.Tensor) -> torch.Tensor:
         """The logits [n, vocab_size] after the processors of the sessions that have any."""

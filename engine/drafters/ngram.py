@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.tree import Moved, TokenTree
+from engine.tree import ROOT, Moved, TokenTree
 from engine.types import SamplingParams
 
 LONGEST = 4  # tokens that a match is looked for with
 _TRUST = 0.3  # in a lookup, before anything is known
 _DOUBTFUL = 0.2  # a lookup that is right less often stays out of the tree
+_AT_ONCE = 4  # nodes looked up in a step
+_ROOM = 4  # chains that fit in a tree
 _LEARN = 0.05  # weight of the newest lookup
 
 
@@ -29,15 +31,19 @@ class NgramIndex:
         """Appends tokens."""
         self._tokens.extend(tokens)
 
-    def lookup(self, count: int) -> tuple[int, list[int]]:
-        """The length of the longest match, 0 if there is none, and up to `count` tokens that followed it."""
+    def lookup(self, count: int, path: Sequence[int] = ()) -> tuple[int, list[int]]:
+        """The length of the longest match, 0 if there is none, and up to `count` tokens that followed it.
+
+        path: as if the text went on with these.
+        """
         tokens = self._tokens
         for end in range(self._indexed + 1, len(tokens)):
             for n in range(1, min(self._longest, end) + 1):
                 self._ends[tuple(tokens[end - n : end])] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
-        for n in range(min(self._longest, len(tokens) - 1), 0, -1):
-            end = self._ends.get(tuple(tokens[-n:]), 0)
+        last = [*tokens[-self._longest :], *path][-self._longest :]
+        for n in range(len(last), 0, -1):
+            end = self._ends.get(tuple(last[-n:]), 0)
             if end:
                 return n, tokens[end : end + count]
         return 0, []
@@ -95,12 +101,14 @@ class Lookup:
 class _Session:
     def __init__(self, tokens: Sequence[int], capacity: int, longest: int) -> None:
         self.index = NgramIndex(tokens, longest)
-        self.tree = TokenTree(tokens[-1], capacity)
-        self.fresh = True  # the root moved since the tree was grown
+        self.tree = TokenTree(tokens[-1], capacity)  # expanded: looked up
 
 
 class NgramDrafter:
-    """Implements Drafter: grows a chain of at most `length` tokens where the last 1 to `longest` tokens occurred before."""
+    """Implements Drafter: grows a chain of at most `length` tokens where the last 1 to `longest` tokens occurred before.
+
+    Where others hang nodes into its trees, it looks up what follows these as well.
+    """
 
     def __init__(self, length: int = 12, longest: int = LONGEST) -> None:
         self._length = length
@@ -109,24 +117,35 @@ class NgramDrafter:
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        self._sessions[session] = _Session(tokens, self._length + 1, self._longest)
+        self._sessions[session] = _Session(tokens, _ROOM * self._length + 1, self._longest)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""
         held = self._sessions[session]
         held.index.extend(tokens)
-        held.fresh = True
-        return held.tree.commit(tokens)
+        moved = held.tree.commit(tokens)
+        held.tree.expanded[ROOT] = False  # more is known now
+        return moved
 
     def grow(self) -> list[int]:
         """See Drafter."""
-        grown = [session for session, held in self._sessions.items() if held.fresh]
-        for session in grown:
-            held = self._sessions[session]
-            held.fresh = False
-            matched, tokens = held.index.lookup(self._length)
-            hang(held.tree, tokens, [1 - 0.5**matched] * len(tokens))  # the longer the match, the surer
-        return grown
+        return [session for session, held in self._sessions.items() if self._look_up(held)]
+
+    def _look_up(self, held: _Session) -> bool:
+        """Hangs what followed the most probable nodes that were not looked up yet; whether there are any."""
+        tree = held.tree
+        nodes = tree.frontier(_AT_ONCE, tree.capacity)
+        for node in nodes:
+            path = tree.lineage(node)
+            matched, tokens = held.index.lookup(self._length, tree.token[path[1:]].tolist())
+            confidence = 1 - 0.5**matched  # the longer the match, the surer
+            tree.expanded[node] = True
+            for token in tokens:
+                node = tree.add(node, token, confidence)
+                if node < 0:
+                    break
+                tree.expanded[node] = True
+        return bool(nodes)
 
     def tree(self, session: int) -> TokenTree:
         """See Drafter."""

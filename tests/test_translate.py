@@ -1,0 +1,137 @@
+"""Drafts with another tokenizer: exact whatever they say, and of use where they are good."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from engine.decode import Generation, Speculation
+from engine.drafters.model import Growing, ModelDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.drafters.translate import OtherTokenizerDrafter, _shared_out
+from engine.runner import ModelRunner
+from engine.text import load_tokenizer
+from engine.types import SamplingParams
+from engine.windows import FixedTree
+from tests import exact
+from tests.exact import Tokens, differences, make_requests, run
+
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def permuted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled draft with all its tokens numbered otherwise, but the end token."""
+    folder = tmp_path_factory.mktemp("permuted") / "draft"
+    shutil.copytree(exact.DRAFT, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    order = np.random.default_rng(0).permutation(np.arange(1, len(vocabulary)))
+    new = [0, *order.tolist()]
+    tokenizer["model"]["vocab"] = {token: new[number] for token, number in vocabulary.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "embed_tokens" in name or "lm_head" in name]:
+        moved = torch.empty_like(weights[name])
+        moved[torch.tensor(new)] = weights[name]
+        weights[name] = moved
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of few tokens: its pieces split words, and characters that are more than one byte."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    trained.train_from_iterator([json.loads(line) for line in exact.PROMPTS.read_text().splitlines()[:20]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=trained)
+
+
+def decoded(
+    target: ModelRunner, prompts: list[Tokens], temperature: float, drafter: OtherTokenizerDrafter
+) -> list[Generation]:
+    """Speculative output, after it was found equal to the plain one."""
+    requests = make_requests(prompts, temperature, TOKENS)
+    plain = [generation.tokens for generation in run(target, requests, batch=1)]
+    generations = run(target, requests, Speculation(drafter, FixedTree(15), 4))
+    assert not list(differences(generations, plain))
+    return generations
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_good_draft_with_another_vocabulary_guesses_well(
+    target: ModelRunner,
+    permuted: Path,
+    prompts: list[Tokens],
+    tokenizer: PreTrainedTokenizerFast,
+    temperature: float,
+) -> None:
+    runner = ModelRunner(permuted, dtype="float32", kv_tokens=2048)
+    inner = ModelDrafter(runner, Growing(lookup=0, max_depth=20))
+    drafter = OtherTokenizerDrafter(inner, load_tokenizer(permuted), tokenizer)
+    generations = decoded(target, [prompts[0], prompts[2], prompts[3]], temperature, drafter)
+    per_step = sum(len(each.tokens) for each in generations) / sum(each.steps for each in generations)
+    assert per_step > (2.0 if temperature == 0 else 1.2)
+    assert runner.pool.used_pages == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_other_cuts_of_the_same_text_are_invisible(
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompts: list[Tokens],
+    tokenizer: PreTrainedTokenizerFast,
+    small: PreTrainedTokenizerFast,
+    temperature: float,
+) -> None:
+    """The draft was not trained for this tokenizer: it talks nonsense."""
+    drafter = OtherTokenizerDrafter(ModelDrafter(draft), small, tokenizer)
+    decoded(target, prompts[1:3], temperature, drafter)
+
+
+@pytest.mark.parametrize("line", ["x = 'déjà vu, 漢字' # ☃\n", "    for item in items:\n        total += item\n"])
+def test_text_that_is_repeated_is_guessed_across_tokenizers(
+    line: str, tokenizer: PreTrainedTokenizerFast, small: PreTrainedTokenizerFast
+) -> None:
+    """Token by token, whatever is between two of them: a word, half of one, half of a character."""
+    ids: list[int] = tokenizer(line * 5)["input_ids"]
+    known = len(ids) * 3 // 5
+    drafter = OtherTokenizerDrafter(NgramDrafter(length=24), small, tokenizer, length=24)
+    drafter.open(1, ids[:known], SamplingParams())
+    guessed = 0
+    for token in ids[known:]:
+        for _ in range(12):
+            drafter.grow()
+        drafter.check()
+        guessed += drafter.tree(1).child(0, token) >= 0
+        drafter.commit(1, [token])
+    drafter.close(1)
+    drafter.check()
+    assert guessed > 0.6 * (len(ids) - known), f"{guessed} of {len(ids) - known}"
+
+
+def test_a_tokens_confidence_is_that_of_the_drafts_tokens_that_begin_in_it() -> None:
+    assert _shared_out([4, 6], [0, 2, 4, 6], [0.5, 0.8, 0.9]) == pytest.approx([0.4, 0.45])
+    assert _shared_out([3, 6], [0, 6], [0.5]) == pytest.approx([0.5, 0.5])  # the last may go on
+
+
+def test_the_audit_finds_tokens_that_are_not_the_texts(
+    tokenizer: PreTrainedTokenizerFast, small: PreTrainedTokenizerFast
+) -> None:
+    drafter = OtherTokenizerDrafter(NgramDrafter(), small, tokenizer)
+    drafter.open(1, tokenizer("def f(x):")["input_ids"], SamplingParams())
+    drafter.check()
+    drafter._sessions[1].tail.append(5)
+    with pytest.raises(AssertionError, match="not the text's"):
+        drafter.check()
