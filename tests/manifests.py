@@ -189,9 +189,9 @@ def port_complaints(service: Manifest, manifests: list[Manifest]) -> Iterator[st
         for port in model.draft.ports if model.draft is not None else ():
             if (senders := set(allowed(policies, "draft", port))) != {"target"}:
                 yield f"draft port {port} of {model.name} is open to {sorted(senders)}"
-    for port in (config.http.port, config.grpc.port):
-        if "namespace gateway" not in allowed(policies, "ingress", port or 0):
-            yield f"the gateway can't reach port {port}"
+    for api_port in (config.http.port, config.grpc.port):
+        if api_port and "namespace gateway" not in allowed(policies, "ingress", api_port):
+            yield f"the gateway can't reach port {api_port}"
     if "namespace gateway" in allowed(policies, "head", 8265):
         yield "the dashboard is open to the gateway"
 
