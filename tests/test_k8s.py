@@ -2,7 +2,10 @@
 
 import copy
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import yaml
 from tests import manifests
 from tests.manifests import CRDS, K8S, OVERLAYS, Manifest, complaints, rendered
 
+HADOLINT = Path(sys.executable).parent / "hadolint"
 needs_kustomize = pytest.mark.skipif(manifests.kustomize() is None, reason="neither kustomize nor kubectl is here")
 needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason=f"KubeRay's CRDs are not in {CRDS.parent.name}/{CRDS.name}")
 
@@ -113,3 +117,24 @@ def test_an_unknown_field_of_kubernetes_is_found() -> None:
     documents = rendered("cpu-demo")
     next(each for each in documents if each["kind"] == "PodDisruptionBudget")["spec"]["maxUnavailble"] = 1
     assert any("maxUnavailble" in line for line in complaints(documents))
+
+
+def test_the_dockerfile_passes_its_linter() -> None:
+    done = subprocess.run([HADOLINT, K8S / "Dockerfile"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_takes_what_is_there_and_installs_it_as_make_does() -> None:
+    text = (K8S / "Dockerfile").read_text()
+    sources = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()]
+    assert {"engine", "cluster", "deployments", "models", "Makefile", "pyproject.toml"} <= set(sources)
+    let_in = re.findall(r"^!(.*)$", (K8S / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    for name in sources:
+        assert (manifests.ROOT / name).exists(), name
+        assert any(name == each or name.startswith(f"{each}/") for each in let_in), name
+    (target,) = re.findall(r"make (\S+)$", text, re.MULTILINE)
+    assert f"$(VENV)/{target.removeprefix('.venv/')}: pyproject.toml" in (manifests.ROOT / "Makefile").read_text()
+    assert re.search(r"^FROM \S+:\d+\.\d+\.\d+\S*$", text, re.MULTILINE)
+    base = ray_service([yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())])
+    pod = base["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    assert re.findall(r"^USER (\d+):", text, re.MULTILINE) == [str(pod["securityContext"]["runAsUser"])]
