@@ -138,3 +138,21 @@ def test_the_image_takes_what_is_there_and_installs_it_as_make_does() -> None:
     base = ray_service([yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())])
     pod = base["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     assert re.findall(r"^USER (\d+):", text, re.MULTILINE) == [str(pod["securityContext"]["runAsUser"])]
+
+
+@pytest.mark.parametrize("name", ["load-test", "benchmark"])
+def test_a_job_is_valid_locked_down_and_runs_what_is_there(name: str) -> None:
+    documents = list(yaml.safe_load_all((K8S / "jobs" / f"{name}.yaml").read_text()))
+    assert [line for each in documents for line in manifests.schema_complaints(each)] == []
+    assert list(manifests.security_complaints(documents)) == []
+    spec = documents[0]["spec"]
+    command = spec.get("entrypoint", "").split() or _command(spec["template"]["spec"]["containers"][0])
+    given = {word.partition("=")[0] for word in command if word.startswith("--")}
+    shown = subprocess.run([sys.executable, *command[1:3], "--help"], capture_output=True, check=True, timeout=120)
+    assert command[:2] == ["python", "-m"]
+    assert given
+    assert all(option in shown.stdout.decode() for option in given)
+
+
+def _command(container: Manifest) -> list[str]:
+    return [*container["command"], *container["args"]]
