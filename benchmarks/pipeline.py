@@ -11,6 +11,7 @@ tokens/s count decoding only: prefill is excluded, and so are the first prompts 
 """
 
 import json
+import logging
 import os
 import statistics
 from collections import defaultdict
@@ -218,7 +219,7 @@ def main(
     config = TargetConfig(target, kind, invariant=invariant, flush_s=_FLUSH_S)
     tried = tuple(int(k) for k in chains.split(","))
     if address is not None:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     with LocalCluster(config, DraftConfig(draft, kind), progress=console.print) as cluster:
         one, two = (start_sequential(where, target, draft, kind, invariant) for where in (first, both))
         results: dict[str, Any] = {}
