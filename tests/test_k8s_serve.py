@@ -15,7 +15,7 @@ from tests.manifests import K8S, ROOT
 from tests.served import free_ports
 
 # One of each group's pods, and no CPUs, as on the head: what asks for none of these would find no place.
-NODES = {"target": 1, "draft": 4, "ingress": 1}
+NODES: dict[str, float] = {"target": 1, "draft": 4, "ingress": 1}
 
 
 def demo_config(keys: Path) -> ServeConfig:
@@ -38,6 +38,11 @@ def complete(config: ServeConfig, key: str) -> str:
         return str(json.load(answer)["choices"][0]["text"])
 
 
+def available() -> dict[str, float]:
+    held: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return {name: held.get(name, 0) for name in NODES}
+
+
 def test_the_demo_answers_and_each_replica_takes_its_groups_resource(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("demo")
@@ -54,7 +59,7 @@ def test_the_demo_answers_and_each_replica_takes_its_groups_resource(tmp_path: P
         deploy(config, lambda text: None)
         assert complete(config, "demo")
         left = {name: amount - 1 for name, amount in NODES.items()}  # when one replica of each has its place
-        until(lambda: {name: ray.available_resources().get(name, 0) for name in NODES} == left, "all in their places")
+        until(lambda: available() == left, "all in their places")
         withdraw(config)
     finally:
         ray.shutdown()
