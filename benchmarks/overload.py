@@ -1,6 +1,7 @@
 """Ten times more requests than can be served: what is refused, how soon, and how much is served nevertheless.
 
 python -m benchmarks.overload --out DIR     writes overload.json; exit code 1 unless everything held
+python -m benchmarks.overload --url URL     the same against a server that runs somewhere, with as many --clients as fill it
 
 The peak is what clients get that wait for their answers, as many as there is room for. Then requests come at ten times that
 rate, whatever became of earlier ones (an open loop). Both alternate, since a machine's speed drifts. Goodput is tokens/s
@@ -17,6 +18,8 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +47,8 @@ class Answer:
 class Client:
     """Asks for as many tokens each time."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, tokens: int) -> None:
-        self._session, self._url, self._tokens = session, url, tokens
+    def __init__(self, session: aiohttp.ClientSession, url: str, tokens: int, model: str) -> None:
+        self._session, self._url, self._tokens, self._model = session, url, tokens, model
         lines = (ROOT / "models" / "heldout.jsonl").read_text().splitlines()
         self._prompts = [json.loads(line) for line in lines]
         self.answers: list[Answer] = []
@@ -53,7 +56,13 @@ class Client:
     async def ask(self) -> None:
         """One request, streamed to its end."""
         prompt = random.choice(self._prompts)
-        body = {"model": "code", "prompt": prompt, "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": self._tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         sent, status, retry_after = time.monotonic(), 0, None
         try:
             async with self._session.post(f"{self._url}/v1/completions", json={**body, "stream": True}) as response:
@@ -101,19 +110,29 @@ class Client:
         return sum(float(number) for number in _TOKENS_OUT.findall(text))
 
 
+def read_key(path: Path | None) -> dict[str, str]:
+    """The header with the first API key in a file, where there is one."""
+    return {"Authorization": f"Bearer {path.read_text().split()[0]}"} if path is not None else {}
+
+
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All phases."""
     unlimited = aiohttp.TCPConnector(limit=0)
     rounds, answers = [], []
-    async with aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(600)) as session:
-        await Client(session, url, arguments.tokens).closed(BATCH, 2 * _SETTLE_S)
+    limits, headers = aiohttp.ClientTimeout(600), read_key(arguments.key_file)
+    async with aiohttp.ClientSession(connector=unlimited, timeout=limits, headers=headers) as session:
+
+        def client() -> Client:
+            return Client(session, url, arguments.tokens, arguments.model)
+
+        await client().closed(arguments.clients // 2, 2 * _SETTLE_S)
         for _ in range(arguments.rounds):
-            peak = await Client(session, url, arguments.tokens).closed(2 * BATCH, arguments.seconds)
-            client = Client(session, url, arguments.tokens)
+            peak = await client().closed(arguments.clients, arguments.seconds)
+            crowd = client()
             rate = arguments.times * peak / arguments.tokens  # requests per second
-            rounds.append((peak, await client.opened(rate, arguments.seconds)))
-            answers += client.answers
-        after = await Client(session, url, arguments.tokens).closed(2 * BATCH, arguments.seconds)
+            rounds.append((peak, await crowd.opened(rate, arguments.seconds)))
+            answers += crowd.answers
+        after = await client().closed(arguments.clients, arguments.seconds)
     waits = sorted(each.ended - each.sent for each in answers if each.status == 429)
     return {
         "tokens": arguments.tokens,
@@ -159,6 +178,17 @@ def apart() -> dict[str, Any]:
     return model
 
 
+@contextmanager
+def serve_or_use(arguments: argparse.Namespace) -> Iterator[str]:
+    """The URL of the API."""
+    if arguments.url is not None:
+        yield arguments.url.rstrip("/")
+        return
+    model = apart() if not arguments.shared else shared()
+    with serving({"models": [model], "limits": {"queue": QUEUE}}, arguments.out) as url:
+        yield url
+
+
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,10 +198,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--shared", action="store_true", help="a draft too, and no core apart for the target")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each phase")
+    parser.add_argument("--url", help="of a server that runs; without it, one is started here")
+    parser.add_argument("--model", default="code")
+    parser.add_argument("--clients", type=int, default=2 * BATCH, help="that wait for their answers, at the peak")
+    parser.add_argument("--key-file", type=Path, help="a file whose first line is an API key")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    model = apart() if not arguments.shared else shared()
-    with serving({"models": [model], "limits": {"queue": QUEUE}}, arguments.out) as url:
+    with serve_or_use(arguments) as url:
         result = {"shared": arguments.shared, **asyncio.run(measure(url, arguments))}
     (arguments.out / "overload.json").write_text(json.dumps(result, indent=1) + "\n")
     found = complaints(result)

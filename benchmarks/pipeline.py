@@ -11,6 +11,7 @@ tokens/s count decoding only: prefill is excluded, and so are the first prompts 
 """
 
 import json
+import logging
 import os
 import statistics
 from collections import defaultdict
@@ -204,6 +205,9 @@ def main(
     chains: Annotated[str, typer.Option(help="fixed k to try")] = ",".join(map(str, CHAINS)),
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
     invariant: Annotated[bool, typer.Option(help="bits that don't depend on the batch")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster of one machine, if none is to be started")
+    ] = None,
 ) -> None:
     """Measures plain, sequential and pipelined decoding at T = 0 and T = 1."""
     tokenizer = load_tokenizer(target)
@@ -214,6 +218,8 @@ def main(
     first, both = Placement(cores=(cores[0],)), Placement(cores=tuple(cores), threads=2)
     config = TargetConfig(target, kind, invariant=invariant, flush_s=_FLUSH_S)
     tried = tuple(int(k) for k in chains.split(","))
+    if address is not None:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     with LocalCluster(config, DraftConfig(draft, kind), progress=console.print) as cluster:
         one, two = (start_sequential(where, target, draft, kind, invariant) for where in (first, both))
         results: dict[str, Any] = {}

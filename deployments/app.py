@@ -32,7 +32,7 @@ def build(args: ServeConfig) -> Application:
         num_replicas=args.http.replicas,
         max_ongoing_requests=_INGRESS_STREAMS,
         **_lifecycle(args.limits.drain_s),
-        ray_actor_options=_actor(Resources()),
+        ray_actor_options=_actor(Resources(resources=args.http.resources)),
     )(Ingress)
     registries = {model.name: registry_name(model) for model in args.models}
     return ingress.bind(args, targets, drafts, registries)
@@ -129,7 +129,12 @@ def _placement(resources: Resources) -> Placement:
 
 def _actor(resources: Resources) -> dict[str, Any]:
     threads = {"env_vars": {"OMP_NUM_THREADS": str(resources.threads)}}
-    return {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "runtime_env": threads}
+    return {
+        "num_cpus": resources.cpus,
+        "num_gpus": resources.gpus,
+        "resources": resources.resources,
+        "runtime_env": threads,
+    }
 
 
 def _lifecycle(drain_s: float) -> dict[str, Any]:

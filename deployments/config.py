@@ -45,6 +45,21 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
+def _custom_resources(amounts: dict[str, float]) -> dict[str, float]:
+    """Amounts as Ray takes them; raises ValueError."""
+    for name, amount in amounts.items():
+        if name in _RAY_OWN:
+            raise ValueError(f"{name} is no custom resource: see cpus and gpus")
+        if not 0 < amount < 1 and (amount < 1 or amount != int(amount)):
+            raise ValueError(f"{name}: {amount:g} is neither a whole number nor a part of one")
+    return amounts
+
+
+_RAY_OWN = ("CPU", "GPU", "memory", "object_store_memory")
+# By name: a replica only goes where there is so much left of each. A group of nodes is chosen by giving them one.
+CustomResources = Annotated[dict[str, float], AfterValidator(_custom_resources)]
+
+
 class Resources(_Settings):
     """What one replica takes."""
 
@@ -52,6 +67,7 @@ class Resources(_Settings):
     gpus: float = Field(0.0, ge=0, description="GPUs; 0: the model runs on CPU cores")
     threads: PositiveInt = Field(1, description="of the model's CPU arithmetic")
     cores: tuple[NonNegativeInt, ...] = Field((), description="pins the model's thread, of a deployment of one replica")
+    resources: CustomResources = Field(default_factory=dict, description="custom resources of Ray's, by name")
 
 
 class Delays(_Settings):
@@ -179,6 +195,9 @@ class HttpOptions(_Settings):
     api_keys: tuple[SecretStr, ...] = Field((), description="clients need one of them; or 'sha256:' and hex digits")
     api_keys_file: File | None = Field(None, description="the same, one on a line")
     replicas: PositiveInt = Field(1, description="of the ingress, which turns text to tokens and back")
+    resources: CustomResources = Field(
+        default_factory=dict, description="custom resources of Ray's that each of them takes, by name"
+    )
 
     @model_validator(mode="after")
     def _both_or_none(self) -> Self:

@@ -72,6 +72,17 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (("http", "port"), 0, "http.port: Input should be greater than"),
         (("http", "port"), 9000, "grpc.port: 9000 is the HTTP port"),
         (("http", "tls_key"), "key.pem", "http: tls_certificate and tls_key go together"),
+        (
+            ("models", 0, "target", "replicas"),
+            {"resources": {"GPU": 1}},
+            "GPU is no custom resource: see cpus and gpus",
+        ),
+        (
+            ("models", 0, "draft", "replicas"),
+            {"resources": {"draft": 0}},
+            "draft: 0 is neither a whole number nor a part",
+        ),
+        (("http", "resources"), {"ingress": 1.5}, "http.resources: ingress: 1.5 is neither a whole number nor"),
         (("limits", "request_timeout_s"), float("nan"), "limits.request_timeout_s: Input should be"),
     ],
 )
@@ -197,3 +208,21 @@ def test_addresses_are_those_of_this_machine() -> None:
     hosts = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]", "fe80::1": "[fe80::1]"}
     for host, shown in hosts.items():
         assert base_url(parse_config(changed("http", "host", to=host)).http) == f"http://{shown}:8000"
+
+
+def test_replicas_ask_ray_for_the_custom_resources_of_their_group() -> None:
+    values = changed("models", 0, "target", "replicas", to={"resources": {"target-l4": 1}})
+    values["models"][0]["draft"]["replicas"] = {"resources": {"draft": 0.25}}
+    values["http"] = {"resources": {"ingress": 2}}
+    application = build(parse_config(values))
+    asked = {
+        deployment.name: deployment.ray_actor_options["resources"]
+        for deployment in (bound._bound_deployment for bound in [application, *_bound(application)])
+    }
+    assert asked == {"ingress": {"ingress": 2}, "code-target": {"target-l4": 1}, "code-draft": {"draft": 0.25}}
+
+
+def _bound(application: Any) -> list[Any]:
+    """The applications that one has as arguments, by the name of the model."""
+    _, targets, drafts, _ = application._bound_deployment.init_args
+    return [*targets.values(), *drafts.values()]

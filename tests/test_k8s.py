@@ -1,0 +1,158 @@
+"""The Kubernetes manifests: what would be applied is valid, fits together, and mistakes are found."""
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import manifests
+from tests.manifests import CRDS, K8S, OVERLAYS, Manifest, complaints, rendered
+
+HADOLINT = Path(sys.executable).parent / "hadolint"
+needs_kustomize = pytest.mark.skipif(manifests.kustomize() is None, reason="neither kustomize nor kubectl is here")
+needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason=f"KubeRay's CRDs are not in {CRDS.parent.name}/{CRDS.name}")
+
+
+def ray_service(documents: list[Manifest]) -> Any:
+    return next(each for each in documents if each["kind"] == "RayService")["spec"]
+
+
+def test_every_file_is_yaml_with_a_comment_that_says_what_it_is_for() -> None:
+    files = [path for path in K8S.rglob("*.yaml") if path.name != "namespace.yaml"]
+    assert len(files) > 10
+    for path in files:
+        assert list(yaml.safe_load_all(path.read_text())), path
+        assert path.read_text().startswith("# "), path
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_serve_takes_the_configuration_of_each_overlay(overlay: str) -> None:
+    assert list(manifests.serve_complaints((K8S / "overlays" / overlay / "serve.yaml").read_text())) == []
+
+
+@needs_kustomize
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_an_overlay_applies_is_valid_and_fits_together(overlay: str) -> None:
+    assert complaints(rendered(overlay)) == []
+
+
+@needs_crds
+def test_the_schemas_of_kuberay_are_used() -> None:
+    assert all(manifests.ray_schema(kind) for kind in ("RayService", "RayJob"))
+
+
+def _serve_text(old: str, new: str) -> Callable[[list[Manifest]], None]:
+    def change(documents: list[Manifest]) -> None:
+        spec = ray_service(documents)
+        assert old in spec["serveConfigV2"]
+        spec["serveConfigV2"] = spec["serveConfigV2"].replace(old, new)
+
+    return change
+
+
+def _cluster(*path: str | int, to: Any) -> Callable[[list[Manifest]], None]:
+    def change(documents: list[Manifest]) -> None:
+        place = ray_service(documents)
+        for part in path[:-1]:
+            place = place[part]
+        place[path[-1]] = to
+
+    return change
+
+
+def _without(kind: str, name: str) -> Callable[[list[Manifest]], None]:
+    def change(documents: list[Manifest]) -> None:
+        kept = [each for each in documents if (each["kind"], each["metadata"]["name"]) != (kind, name)]
+        assert len(kept) == len(documents) - 1
+        documents[:] = kept
+
+    return change
+
+
+_GROUPS = ("rayClusterConfig", "workerGroupSpecs")
+_TARGET = (*_GROUPS, 0)
+MISTAKES: list[tuple[Callable[[list[Manifest]], None], str]] = [
+    (_serve_text("{target: 1}", "{targets: 1}"), r"main-target: asks for {'targets': 1.0, 'GPU': 1.0}, which is in no"),
+    (_serve_text("{gpus: 1, resources: {target: 1}}", "{gpus: 2, resources: {target: 1}}"), "which is in no group"),
+    (_serve_text("{draft: 1}", "{target: 1}"), "main-draft: asks .* its role is draft"),
+    (_serve_text("port: 9000", "port: 9001"), "serveConfigV2: .* is not what config export makes"),
+    (_serve_text("[26500, 26599]", "[27500, 27599]"), "draft port 27500 of main is open to"),
+    (_serve_text("max_replicas: 2", "max_replicas: 3"), "group target: its most pods are too few"),
+    (_serve_text("  models:", "  limits: {drain_s: 700}\n      models:"), "target: pods end after 660 s"),
+    (_cluster("rayClusterConfig", "authOptions", to={"mode": "disabled"}), "Ray takes code without a token"),
+    (_cluster(*_TARGET, "template", "spec", "securityContext", to={}), "target: may run as root"),
+    (_cluster(*_TARGET, "template", "spec", "containers", 0, "ports", to=[]), "target: container ports {}"),
+    (_cluster("rayClusterDeletionDelaySeconds", to=60), "an old cluster ends before its streams"),
+    (_cluster("rayClusterConfig", "headGroupSpec", "rayStartParams", to={}), "the head has CPUs"),
+    (_without("NetworkPolicy", "draft-links"), r"draft port 26500 of main is open to \[\]"),
+    (_without("NetworkPolicy", "api"), "the gateway can't reach port 8000"),
+]
+
+
+@needs_kustomize
+@pytest.mark.parametrize(("plant", "message"), MISTAKES)
+def test_a_planted_mistake_is_found(plant: Callable[[list[Manifest]], None], message: str) -> None:
+    documents = copy.deepcopy(rendered("gpu-small"))
+    plant(documents)
+    found = complaints(documents)
+    assert any(re.search(message, line) for line in found), found
+
+
+@needs_kustomize
+@needs_crds
+def test_a_field_that_kuberay_does_not_have_is_found() -> None:
+    documents = rendered("cpu-demo")
+    ray_service(documents)["rayClusterConfig"]["workerGroupSpecs"][0]["maxReplica"] = 3
+    assert any("maxReplica" in line for line in complaints(documents))
+
+
+@needs_kustomize
+def test_an_unknown_field_of_kubernetes_is_found() -> None:
+    documents = rendered("cpu-demo")
+    next(each for each in documents if each["kind"] == "PodDisruptionBudget")["spec"]["maxUnavailble"] = 1
+    assert any("maxUnavailble" in line for line in complaints(documents))
+
+
+def test_the_dockerfile_passes_its_linter() -> None:
+    done = subprocess.run([HADOLINT, K8S / "Dockerfile"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_takes_what_is_there_and_installs_it_as_make_does() -> None:
+    text = (K8S / "Dockerfile").read_text()
+    sources = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()]
+    assert {"engine", "cluster", "deployments", "models", "Makefile", "pyproject.toml"} <= set(sources)
+    let_in = re.findall(r"^!(.*)$", (K8S / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    for name in sources:
+        assert (manifests.ROOT / name).exists(), name
+        assert any(name == each or name.startswith(f"{each}/") for each in let_in), name
+    (target,) = re.findall(r"make (\S+)$", text, re.MULTILINE)
+    assert f"$(VENV)/{target.removeprefix('.venv/')}: pyproject.toml" in (manifests.ROOT / "Makefile").read_text()
+    assert re.search(r"^FROM \S+:\d+\.\d+\.\d+\S*$", text, re.MULTILINE)
+    base = ray_service([yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())])
+    pod = base["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    assert re.findall(r"^USER (\d+):", text, re.MULTILINE) == [str(pod["securityContext"]["runAsUser"])]
+
+
+@pytest.mark.parametrize("name", ["load-test", "benchmark"])
+def test_a_job_is_valid_locked_down_and_runs_what_is_there(name: str) -> None:
+    documents = list(yaml.safe_load_all((K8S / "jobs" / f"{name}.yaml").read_text()))
+    assert [line for each in documents for line in manifests.schema_complaints(each)] == []
+    assert list(manifests.security_complaints(documents)) == []
+    spec = documents[0]["spec"]
+    command = spec.get("entrypoint", "").split() or _command(spec["template"]["spec"]["containers"][0])
+    given = {word.partition("=")[0] for word in command if word.startswith("--")}
+    shown = subprocess.run([sys.executable, *command[1:3], "--help"], capture_output=True, check=True, timeout=120)
+    assert command[:2] == ["python", "-m"]
+    assert given
+    assert all(option in shown.stdout.decode() for option in given)
+
+
+def _command(container: Manifest) -> list[str]:
+    return [*container["command"], *container["args"]]
