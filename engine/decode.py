@@ -41,9 +41,16 @@ class Speculation:
     drafter: Drafter
     window: Window
     draft_steps: int
-    learner: Learner | None = (
-        None  # told what the target chose behind every verified node; a drafter that wants to know
-    )
+
+    @property
+    def learner(self) -> Learner | None:
+        """The drafter, if it learns from what the target chose behind every verified node."""
+        return self.drafter if isinstance(self.drafter, Learner) else None
+
+    @property
+    def reader(self) -> ReadsStates | None:
+        """The drafter, if it reads the target's states."""
+        return self.drafter if isinstance(self.drafter, ReadsStates) else None
 
 
 def decode(
@@ -83,14 +90,14 @@ def decode_steps(
     margins: bool = False,
 ) -> Iterator[tuple[int, Outcome]]:
     """Yields (index of the request, outcome) after every step, as `decode` does; see there."""
-    reader = _reader(speculation)
+    reader = speculation.reader if speculation is not None else None
     stepper = Stepper(runner, margins=margins, states=reader is not None)
     vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
     sequences: list[Sequence] = []
     try:
         for request in requests:
             sequences.append(Sequence(request, runner, vocabulary))
-        yield from _loop(stepper, sequences, speculation, reader)
+        yield from _loop(stepper, sequences, speculation)
     finally:
         for index, sequence in enumerate(sequences):
             runner.pool.release(sequence.lease)
@@ -98,14 +105,11 @@ def decode_steps(
                 speculation.drafter.close(index)
 
 
-def _reader(speculation: Speculation | None) -> ReadsStates | None:
-    """The drafter, if it is one that reads the target's states."""
-    return speculation.drafter if speculation is not None and isinstance(speculation.drafter, ReadsStates) else None
-
-
 def _loop(
-    stepper: Stepper, sequences: list[Sequence], speculation: Speculation | None, reader: ReadsStates | None
+    stepper: Stepper, sequences: list[Sequence], speculation: Speculation | None
 ) -> Iterator[tuple[int, Outcome]]:
+    learner = speculation.learner if speculation is not None else None
+    reader = speculation.reader if speculation is not None else None
     if speculation is not None:
         for index, sequence in enumerate(sequences):
             prompt = len(sequence.request.prompt)
@@ -121,8 +125,8 @@ def _loop(
             if speculation is not None and outcome.tokens:
                 if plan.tree is not None and plan.nodes is not None:
                     speculation.window.observe(plan.tree, plan.nodes, outcome.path)
-                    if speculation.learner is not None:
-                        speculation.learner.learn(index, plan.tree, plan.nodes, outcome.choices)
+                    if learner is not None:
+                        learner.learn(index, plan.tree, plan.nodes, outcome.choices)
                 if reader is not None and outcome.state is not None:
                     reader.see(index, outcome.state)
                 speculation.drafter.commit(index, outcome.tokens)

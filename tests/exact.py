@@ -119,7 +119,7 @@ def retrieval(window: Window) -> Make:
 def jacobi(window: Callable[[], Window]) -> Make:
     def make(draft: ModelRunner) -> Speculation:
         drafter = JacobiDrafter()
-        return Speculation(drafter, window(), 1, drafter)
+        return Speculation(drafter, window(), 1)
 
     return make
 

@@ -38,8 +38,9 @@ class Drafter(Protocol):
         """Audits what the drafter holds; raises AssertionError."""
 
 
+@runtime_checkable
 class Learner(Protocol):
-    """Learns from what the target chose where it was not asked for the truth alone: behind wrong guesses as well."""
+    """A drafter that learns from all that the target chose: behind wrong guesses as well."""
 
     def learn(self, session: int, tree: TokenTree, nodes: IntArray, choices: Sequence[int]) -> None:
         """A step verified `nodes` of the session's tree, and is about to be committed.
