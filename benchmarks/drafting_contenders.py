@@ -6,6 +6,7 @@ A new drafter or window is one line in `DRAFTERS` or `WINDOWS`.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,19 +19,30 @@ from benchmarks.drafting_texts import Tokens
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters import Drafter
+from engine.drafters.cascade import CascadeDrafter
+from engine.drafters.early_exit import EarlyExitDrafter
+from engine.drafters.heads import HeadsDrafter, TokenHeads, load_heads
+from engine.drafters.jacobi import JacobiDrafter
+from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
+from engine.drafters.retrieval import Documents, RetrievalDrafter
+from engine.drafters.suffix import SuffixDrafter
+from engine.drafters.translate import OtherTokenizerDrafter
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest
-from engine.windows import FixedChain, FixedTree
+from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
 _LOOKUP = Growing().lookup  # tokens, what users get
 _TREE_NODES = 15
+_MOST = 8  # tokens of a learning window's chain
+_EARLY_PASSES = 3.0  # a pass of two thirds of the target's layers, against one of the draft
+_TRANSLATED_DEPTH = 20  # its settled tokens hang in the tree too
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What drafters and windows are made from."""
+    """What drafters and windows are made from. What is slow to make is made once, when somebody takes part that needs it."""
 
     target: ModelRunner
     draft: ModelRunner
@@ -38,6 +50,22 @@ class Bench:
     documents: tuple[Tokens, ...]  # of all prompts of the workload
     cost: CostModel  # of a target step
     draft_ms: float  # a draft step
+
+    @cached_property
+    def rounded(self) -> ModelRunner:
+        """The draft with weights of eight bits."""
+        capacity = self.draft.pool.capacity
+        return ModelRunner(self.draft.path, dtype="float32", kv_tokens=capacity, weights="int8")
+
+    @cached_property
+    def heads(self) -> TokenHeads:
+        """Of the target, from the folder beside it."""
+        return load_heads(self.target.path.with_name(f"{self.target.path.name}-heads"), self.target)
+
+    @cached_property
+    def archive(self) -> Documents:
+        """The documents, sorted."""
+        return Documents(self.documents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +78,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
-    """make: a fresh drafter. passes: each draft step costs a pass of the draft model. windows: empty for all."""
+    """make: a fresh drafter. windows: empty for all."""
 
     make: Callable[[Bench, Shape], Drafter]
-    passes: bool = True
+    passes: float = 1.0  # what a draft step costs, in passes of the draft model
     reads_layers: bool = False  # of the target: an expanded checkpoint's added layers say nothing
     windows: tuple[str, ...] = ()
 
@@ -73,9 +101,38 @@ def chain(length: int) -> Shape:
 
 TREE = Shape(Growing(lookup=0), 3)
 
+
+def _merged(bench: Bench, shape: Shape) -> Drafter:
+    model = ModelDrafter(bench.draft, shape.growing)
+    return MergedDrafter([model, SuffixDrafter(), RetrievalDrafter(bench.archive)])
+
+
+def _cascade(bench: Bench, shape: Shape) -> Drafter:
+    return CascadeDrafter(ModelDrafter(bench.draft, replace(shape.growing, overrule=True)), NgramDrafter())
+
+
+def _translated(bench: Bench, shape: Shape) -> Drafter:
+    """The bundled draft through text, as if its tokenizer were another."""
+    inner = ModelDrafter(bench.draft, replace(shape.growing, max_depth=_TRANSLATED_DEPTH))
+    return OtherTokenizerDrafter(inner, bench.tokenizer, bench.tokenizer)
+
+
 DRAFTERS: dict[str, DrafterKind] = {
     "model": DrafterKind(lambda bench, shape: ModelDrafter(bench.draft, shape.growing)),
-    "ngram": DrafterKind(lambda bench, shape: NgramDrafter(), passes=False),
+    "model-int8": DrafterKind(lambda bench, shape: ModelDrafter(bench.rounded, shape.growing)),
+    "ngram": DrafterKind(lambda bench, shape: NgramDrafter(), passes=0),
+    "suffix": DrafterKind(lambda bench, shape: SuffixDrafter(), passes=0),
+    "retrieval": DrafterKind(lambda bench, shape: RetrievalDrafter(bench.archive), passes=0),
+    "early-exit": DrafterKind(
+        lambda bench, shape: EarlyExitDrafter(bench.target, growing=replace(shape.growing, max_nodes=64)),
+        passes=_EARLY_PASSES,
+        reads_layers=True,
+    ),
+    "heads": DrafterKind(lambda bench, shape: HeadsDrafter(bench.target, bench.heads), passes=0, reads_layers=True),
+    "jacobi": DrafterKind(lambda bench, shape: JacobiDrafter(), passes=0),
+    "merged": DrafterKind(_merged),
+    "cascade": DrafterKind(_cascade),
+    "other-tokenizer": DrafterKind(_translated),
     "auto": DrafterKind(
         lambda bench, shape: ModelDrafter(bench.draft, replace(shape.growing, lookup=_LOOKUP)), windows=("goodput",)
     ),
@@ -85,6 +142,9 @@ WINDOWS: dict[str, WindowKind] = {
     "chain-3": WindowKind(lambda bench, drafting_ms: FixedChain(3), chain(3)),
     "chain-5": WindowKind(lambda bench, drafting_ms: FixedChain(5), chain(5)),
     "tree": WindowKind(lambda bench, drafting_ms: FixedTree(_TREE_NODES), TREE),
+    "heuristic": WindowKind(lambda bench, drafting_ms: Heuristic(_MOST), chain(5)),
+    "threshold": WindowKind(lambda bench, drafting_ms: ConfidenceThreshold(_MOST), chain(5)),
+    "bandit": WindowKind(lambda bench, drafting_ms: Bandit(bench.cost, _MOST), chain(5)),
     "goodput": WindowKind(
         lambda bench, drafting_ms: GoodputWindow(Calibration(), bench.cost, overhead_ms=drafting_ms), TREE
     ),
