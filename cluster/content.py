@@ -43,8 +43,8 @@ class ContentSessions:
     """The sessions of a target whose batches come as rows of tokens, in any order."""
 
     state: TargetState
-    lease_s: float = 20.0  # a session that no row showed for so long is given up; a row that returns opens another
-    most: int = 1024  # sessions
+    lease_s: float = 5.0  # a session that no row showed for so long is given up; a row that returns opens another
+    most: int = 512  # sessions; beyond, those that no row shows give way, the longest unseen first
     _held: dict[int, _Session] = field(default_factory=dict)  # by id
     _rows: list[int] = field(default_factory=list)  # the session of each row of the last call; -1: none
 
@@ -60,6 +60,9 @@ class ContentSessions:
         for i, row in enumerate(rows):
             if found[i] < 0 and len(row):
                 found[i] = self._search(free, row)
+        for session in found:
+            if session >= 0:
+                self._held[session].seen = now
         self._rows = [self._take(held, row, now) for held, row in zip(found, rows, strict=True)]
         return self._rows
 
@@ -83,21 +86,29 @@ class ContentSessions:
         if not len(row):
             return -1
         if found < 0:
-            if len(self._held) >= self.most:
+            if len(self._held) >= self.most and not self._make_room(now):
                 return -1
             found = self.state.session_opened([int(token) for token in row], _GREEDY)
             self._held[found] = _Session(found, np.array(row, np.int32), len(row), now)
             return found
-        held = self._held[found]
-        held.seen = now
-        if new := held.grow(row):
+        if new := self._held[found].grow(row):
             self.state.tokens_committed(found, new)
         return found
 
+    def _make_room(self, now: float) -> bool:
+        """Gives up the session that was not seen for the longest; False if all were seen in this call."""
+        oldest = min(self._held.values(), key=lambda held: held.seen)
+        if oldest.seen < now:
+            self._give_up(oldest.id)
+        return oldest.seen < now
+
     def _expire(self, now: float) -> None:
         for session in [held.id for held in self._held.values() if now - held.seen > self.lease_s]:
-            del self._held[session]
-            self.state.session_closed(session)
+            self._give_up(session)
+
+    def _give_up(self, session: int) -> None:
+        del self._held[session]
+        self.state.session_closed(session)
 
 
 def likeliest(tree: TokenTree, most: int, least: float) -> list[int]:

@@ -63,10 +63,14 @@ def test_a_text_that_changed_is_another_session_and_the_old_one_ends_with_its_le
     assert back not in (one, other)
 
 
-def test_there_are_never_more_sessions_than_allowed(sessions: ContentSessions) -> None:
+def test_where_there_is_no_room_the_longest_unseen_gives_way_and_no_row_of_the_batch(sessions: ContentSessions) -> None:
     sessions.most = 2
-    assert -1 not in sessions.follow([row(1), row(2)], 0.0)
-    assert sessions.follow([row(1), row(2), row(3)], 0.0)[2] == -1
+    first, second = sessions.follow([row(1), row(2)], 0.0)
+    assert sessions.follow([row(2)], 1.0) == [second]
+    found = sessions.follow([row(3), row(2), row(4)], 2.0)
+    assert found[0] not in (-1, first)
+    assert found[1:] == [second, -1]
+    assert sessions.state.sessions == 2
 
 
 def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> None:
