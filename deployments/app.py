@@ -7,7 +7,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
-from cluster.actors import DraftConfig, TargetConfig
+from cluster.actors import TargetConfig
+from cluster.drafters import DraftConfig
 from cluster.placement import Placement
 from cluster.registry import RegistryName
 from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions, check_config

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.actors import DraftConfig, make_drafter, works
+from cluster.actors import works
 from cluster.draft import DraftReplica
+from cluster.drafters import DraftConfig, make_drafter
 from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
 from engine.runner import Dtype
