@@ -2,6 +2,8 @@
 
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig, make_drafter, same_tokens
+from cluster.grpc_link import connect
 from cluster.link import memory_link
 from cluster.placement import Placement
 from cluster.target import TargetReplica
@@ -128,6 +131,25 @@ def test_a_model_with_another_tokenizer_is_translated(target: ModelRunner, permu
     drafter = make_drafter(config(name, permuted), Placement())
     generations = exact.run(target, requests, Speculation(drafter, FixedTree(7), 4))
     assert sum(generation.accepted for generation in generations) > TOKENS
+
+
+def test_the_command_serves_the_drafter_that_it_is_told(target: ModelRunner, documents: Path) -> None:
+    options = ["--drafter", "merged", "--documents", str(documents), "--model", str(exact.DRAFT)]
+    command = [sys.executable, "-m", "deployments.cli", "draft", *options, "--listen", "127.0.0.1:0"]
+    requests = exact.make_requests(exact.load_prompts(2), 0.8, TOKENS)
+    plain = [generation.tokens for generation in decode(target, requests)]
+    with subprocess.Popen(command, cwd=exact.MODELS.parent, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            ready = next(line for line in process.stderr if "drafts at" in line)
+            replica = TargetReplica(target, FixedTree(7), max_batch=2)
+            replica.add_link(connect(ready.split()[-1], PATIENCE_S))
+            until(lambda: replica.stats().drafts == 1, "the draft is linked")
+            assert not list(exact.differences(exact.serve(replica, requests), plain))
+            replica.close()
+        finally:
+            process.terminate()
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_lookup_beside_the_model_is_automatic_only() -> None:
