@@ -44,8 +44,8 @@ from benchmarks.drafting_contenders import (
 )
 from benchmarks.drafting_report import PEER, PLAIN, Row, automatic, draw, full_table, update
 from benchmarks.drafting_texts import WORKLOADS, Item, Source, repeated
-from cluster.actors import warm_up
 from cluster.local import bundled
+from cluster.warm import warm_up
 from engine.budget import CostModel
 from engine.checkpoint import ModelError
 from engine.decode import decode

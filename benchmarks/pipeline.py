@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cluster.actors import DraftConfig, TargetConfig
+from cluster.actors import TargetConfig
 from cluster.draft import DraftStats
+from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster, bundled
 from cluster.placement import Placement
 from cluster.sequential import SequentialActor, Timed

@@ -74,7 +74,7 @@ def make_config(target: Path, draft: Path | None, flush_s: float, http_port: int
 
 def start_actors(model: ModelOptions) -> LocalCluster:
     """The contender without Serve."""
-    draft = draft_config(model.name, model.draft) if model.draft is not None else None
+    draft = draft_config(model, model.draft) if model.draft is not None else None
     resources = [model.target.replicas, *([model.draft.replicas] if model.draft is not None else [])]
     first, *others = [Placement(each.cores, each.threads) for each in resources]
     return LocalCluster(target_config(model.name, model.target), draft, placements=([first], others))

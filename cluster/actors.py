@@ -1,21 +1,20 @@
 """The plain replicas as Ray actors: loading, announcing, attaching. Ray starts, places and restarts them."""
 
 import asyncio
-import gc
 import os
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-import numpy as np
 import ray
 
 from cluster.draft import DraftReplica, DraftStats
+from cluster.drafters import DraftConfig, make_drafter
 from cluster.grpc_link import ClientLink, connect
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
@@ -25,17 +24,11 @@ from cluster.registry import DraftEntry, RegistryName
 from cluster.reports import DraftReport, Reporter, TargetReport
 from cluster.target import TargetReplica, TargetStats
 from cluster.trace import Span
-from cluster.wire import DIGEST_BYTES, decode_up, encode_up
-from engine.attention import chain_rows
+from cluster.warm import warm_up
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
-from engine.cpu import Weights
-from engine.drafters import Drafter
-from engine.drafters.model import Growing, ModelDrafter
-from engine.drafters.ngram import NgramDrafter
 from engine.runner import Dtype, ModelRunner
-from engine.text import find_tokenizer, load_tokenizer
-from engine.tree import ROOT, TokenTree
-from engine.types import GenerationRequest, Growth, KVHandle, SamplingParams, TokenChunk
+from engine.text import load_tokenizer
+from engine.types import GenerationRequest, TokenChunk
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
 WindowName = Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"]
@@ -46,7 +39,6 @@ _WITHDRAW_TIMEOUT_S = 2.0
 _ROUND_TRIP_TIMEOUT_S = 1.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
 _LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
-_WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +58,6 @@ class TargetConfig:
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
 
 
-@dataclass(frozen=True, slots=True)
-class DraftConfig:
-    """How a draft replica runs; without a model it looks n-grams up."""
-
-    model: Path | None
-    dtype: Dtype = "auto"
-    kv_tokens: int = 65536
-    host: str | None = "127.0.0.1"  # None: the node's, as Ray knows it
-    ports: tuple[int, int] = (0, 0)  # first and last, of which it takes a free one; 0: any
-    growing: Growing = field(default_factory=Growing)
-    compile: bool = False  # the model, by torch.compile
-    served_as: str = ""  # its model's name in metrics; none: the checkpoint's, or "ngram"
-    weights: Weights = "auto"  # "int8": of large layers, on CPUs
-
-
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
     """The window of this name."""
     makers: dict[str, Callable[[], Window]] = {
@@ -92,45 +69,6 @@ def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
         "bandit": lambda: Bandit(cost, size),
     }
     return makers[name]()
-
-
-def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5) -> None:
-    """Runs every common row count, which compiles its kernels, and tells the cost model the median time.
-
-    What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps.
-    """
-    warm_up_loops()
-    gc.collect()
-    gc.freeze()
-    lease = runner.pool.lease(256)
-    try:
-        for rows in _WARM_ROWS:
-            batch = [chain_rows(lease, 128, [0] * rows, 0)]
-            times = []
-            for _ in range(repeats):
-                started = time.monotonic()
-                runner.forward(batch)
-                times.append(time.monotonic() - started)
-            if cost is not None:
-                cost.start(rows, 1000 * sorted(times)[repeats // 2])
-    finally:
-        runner.pool.release(lease)
-
-
-def warm_up_loops() -> None:
-    """Grows, tells, verifies and commits a small tree: compiles the loops of all that, or loads what was compiled."""
-    draft, mirror = TokenTree(0), TokenTree(0)
-    draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
-    draft.frontier(1, 2)
-    nodes = draft.unsent(1)
-    [growth] = decode_up(encode_up([Growth(0, KVHandle(1, bytes(DIGEST_BYTES)), *draft.piece(nodes))])[0])
-    assert isinstance(growth, Growth)
-    mirror.graft([], growth.parents, growth.tokens, growth.confidences)
-    window = GoodputWindow(Calibration(), CostModel())
-    [chosen] = window.choose([mirror])
-    window.observe(mirror, chosen, [1])
-    mirror.visible(chosen, chosen)
-    mirror.commit([0])
 
 
 class TargetActor:
@@ -301,9 +239,8 @@ class DraftActor:
         self._closing = threading.Event()
         self._announcing = threading.Thread(target=self._keep_announced, name="paceline-announce", daemon=True)
         self._announcing.start()
-        served_as = config.served_as or (config.model.name if config.model is not None else "ngram")
         self._reporter = Reporter(
-            self._registry, served_as, f"draft-{self._name[:12]}", DraftReport(self._replica.stats)
+            self._registry, config.name, f"draft-{self._name[:12]}", DraftReport(self._replica.stats)
         )
 
     async def stats(self) -> DraftStats:
@@ -366,25 +303,3 @@ def _give_up() -> NoReturn:
     """Ends the process of a replica that failed or hangs, so that Ray starts another."""
     time.sleep(_LAST_WORDS_S)
     os._exit(1)
-
-
-def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
-    """The drafter that a configuration names."""
-    if config.model is None:
-        return NgramDrafter()
-    runner = ModelRunner(
-        config.model,
-        kv_tokens=config.kv_tokens,
-        dtype=config.dtype,
-        device=placement.device,
-        compile=config.compile,
-        weights=config.weights,
-    )
-    warm_up(runner, repeats=2)
-    drafter = ModelDrafter(runner, config.growing, find_tokenizer(config.model))
-    drafter.open(0, [0], SamplingParams())  # a first session compiles what every other one runs
-    for _ in range(3):
-        drafter.grow()
-    drafter.commit(0, [0])
-    drafter.close(0)
-    return drafter

@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from cluster.actors import DraftActor, DraftConfig, TargetActor, TargetConfig
+from cluster.actors import DraftActor, TargetActor, TargetConfig
+from cluster.drafters import DraftConfig
 from cluster.placement import Placement, place
 from cluster.registry import RegistryName
 from engine.types import GenerationRequest, TokenChunk

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.actors import warm_up
 from cluster.placement import Placement
+from cluster.warm import warm_up
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import Dtype, ModelRunner

@@ -7,7 +7,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
-from cluster.actors import DraftConfig, TargetConfig
+from cluster.actors import TargetConfig
+from cluster.drafters import DraftConfig
 from cluster.placement import Placement
 from cluster.registry import RegistryName
 from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions, check_config
@@ -82,7 +83,7 @@ def _draft(model: ModelOptions, options: DraftOptions) -> Application:
         **_lifecycle(10.0),
         ray_actor_options=_actor(options.replicas),
     )(DraftDeployment)
-    return deployment.bind(draft_config(model.name, options), _placement(options.replicas), registry_name(model))
+    return deployment.bind(draft_config(model, options), _placement(options.replicas), registry_name(model))
 
 
 def target_config(name: str, options: TargetOptions) -> TargetConfig:
@@ -102,7 +103,7 @@ def target_config(name: str, options: TargetOptions) -> TargetConfig:
     )
 
 
-def draft_config(name: str, options: DraftOptions) -> DraftConfig:
+def draft_config(model: ModelOptions, options: DraftOptions) -> DraftConfig:
     """The options that a draft replica itself has."""
     return DraftConfig(
         options.checkpoint,
@@ -111,14 +112,17 @@ def draft_config(name: str, options: DraftOptions) -> DraftConfig:
         options.host,
         options.ports,
         compile=options.compile,
-        served_as=name,
+        served_as=model.name,
         weights=options.weights,
+        drafter=options.drafter,
+        documents=options.documents,
+        tokenizer=model.target.checkpoint,
     )
 
 
 def registry_name(model: ModelOptions) -> RegistryName:
     """Where the replicas of a model meet. Another model of the same name, in another application, meets elsewhere."""
-    draft = model.draft.checkpoint if model.draft is not None else None
+    draft = (model.draft.checkpoint, model.draft.documents) if model.draft is not None else None
     pair = hashlib.blake2b(f"{model.target.checkpoint} {draft}".encode(), digest_size=4).hexdigest()
     return RegistryName(f"registry-{model.name}-{pair}", NAMESPACE, detached=True)
 

@@ -14,12 +14,14 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from engine.checkpoint import ModelError, check_checkpoint, context_length
+from engine.choice import DrafterName
 from engine.types import Grammar, InvalidRequest, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BAD_INPUT, FAILED = 2, 1  # exit codes
 # Typer brings its own copy of click or uses click itself, depending on its version; both derive errors like this.
 SHAPING = "What the output looks like"
+GUESSING = "What guesses"
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -274,10 +276,33 @@ def serve(
 @app.command()
 def draft(
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="checkpoint of the draft", show_default="the bundled draft")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="checkpoint of the draft, for auto, model, cascade and merged",
+            show_default="the bundled draft; for merged none",
+        ),
     ] = None,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="where targets find it")] = "127.0.0.1:9100",
-    ngram: Annotated[bool, typer.Option("--ngram", help="no model: look n-grams up in each text")] = False,
+    drafter: Annotated[
+        DrafterName, typer.Option(metavar="NAME", help="what guesses, one of the names above", rich_help_panel=GUESSING)
+    ] = "auto",
+    documents: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="a text file, or a folder of them, for retrieval and merged", rich_help_panel=GUESSING
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="folder with the target's tokenizer.json: documents are read with it, and a model that has another "
+            "one is translated",
+            show_default="the model's own",
+            rich_help_panel=GUESSING,
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     kv_tokens: Annotated[int, typer.Option(min=256, help="tokens whose KV is kept, all sessions together")] = 65536,
     threads: Annotated[int, typer.Option(min=1, help="of the model's arithmetic on CPUs")] = 1,
@@ -287,26 +312,42 @@ def draft(
 
     vLLM needs the package and nothing else of ours: see docs/VLLM.md.
 
+    [dim]Drafters[/dim], of which docs/DRAFTING.md says more
+
+      auto       the model, with lookup beside it
+
+      model      the model alone
+
+      cascade    the model, for which lookup drafts
+
+      ngram      no model: what followed the last few tokens earlier in the text
+
+      suffix     no model: the same by longer matches, and in earlier outputs
+
+      retrieval  no model: the same in your documents
+
+      merged     suffix with a model, documents or both, in one tree
+
     [dim]Examples[/dim]
 
       paceline draft --model DIR --listen 0.0.0.0:9100
 
+      paceline draft --drafter retrieval --documents docs --tokenizer TARGET
+
       PACELINE_DRAFT=127.0.0.1:9100 vllm serve TARGET --speculative-config '{"method": "custom_class", ...}'
     """
-    with one_line_errors():
-        from deployments.draft import parse_address
-
-        host, port = parse_address(listen)
-        folder = None if ngram else model or MODELS / "code-draft"
-        if folder is not None:
-            check_checkpoint(folder)
     from cluster.link import LinkError
-    from deployments.draft import DraftFailed, DraftOptions, run_draft
+    from deployments.draft import DraftFailed, DraftOptions, check_options, parse_address, run_draft
 
-    with runtime_errors(LinkError, DraftFailed):
-        run_draft(
-            DraftOptions(folder, host, port, dtype, kv_tokens, threads, gpu), Console(stderr=True, highlight=False)
+    with one_line_errors():
+        host, port = parse_address(listen)
+        bundled = MODELS / "code-draft" if drafter in ("auto", "model", "cascade") else None
+        options = DraftOptions(
+            model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu
         )
+        check_options(options)
+    with runtime_errors(LinkError, DraftFailed):
+        run_draft(options, Console(stderr=True, highlight=False))
 
 
 config_app = typer.Typer(help="The configuration of 'paceline serve'.", no_args_is_help=True)

@@ -22,6 +22,7 @@ from pydantic import (
 
 from deployments.keys import hidden
 from engine.checkpoint import ModelError, check_checkpoint
+from engine.choice import DrafterName, check_choice, check_documents
 
 BUILDER = "deployments.app:build"  # what Serve imports
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -132,7 +133,14 @@ class TargetOptions(_Settings):
 class DraftOptions(_Settings):
     """The draft of a model."""
 
-    checkpoint: Folder | None = Field(None, description="folder of the checkpoint; none: n-grams are looked up")
+    checkpoint: Folder | None = Field(None, description="folder of the checkpoint; none: drafting without a model")
+    drafter: DrafterName = Field(
+        "auto",
+        description="auto: the model with lookup beside it, or without a checkpoint ngram; model: it alone; "
+        "ngram, suffix, retrieval: what followed in the text, also in earlier outputs, in documents; "
+        "merged: model, suffix and documents in one tree; cascade: lookup makes the model faster",
+    )
+    documents: File | None = Field(None, description="text file, or folder of them, for retrieval and merged")
     dtype: Dtype = "auto"
     kv_tokens: PositiveInt = Field(65536, description="tokens that the KV pool of a replica holds")
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
@@ -143,9 +151,10 @@ class DraftOptions(_Settings):
     scaling: DraftScaling = DraftScaling()
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def _usable(self) -> Self:
         if self.ports[0] > self.ports[1]:
             raise ValueError(f"ports: the first is {self.ports[0]}, the last {self.ports[1]}")
+        check_choice(self.drafter, self.checkpoint, self.documents)
         return self
 
 
@@ -328,15 +337,10 @@ def check_config(config: ServeConfig) -> None:
     for index, model in enumerate(config.models):
         where = f"models.{index}"
         target = _check_model(f"{where}.target.checkpoint", model.target.checkpoint)
-        if model.draft is not None and model.draft.checkpoint is not None:
-            draft = _check_model(f"{where}.draft.checkpoint", model.draft.checkpoint)
-            sizes = target["vocab_size"], draft["vocab_size"]
-            if sizes[0] != sizes[1]:
-                raise ConfigError(
-                    f"{where}.draft: vocabularies differ: {sizes[0]} tokens in the target, {sizes[1]} here"
-                )
         if not (model.target.checkpoint / "tokenizer.json").is_file():
             raise ConfigError(f"{where}.target.checkpoint: {model.target.checkpoint} has no tokenizer.json")
+        if model.draft is not None:
+            _check_draft(f"{where}.draft", model.draft, target["vocab_size"])
     files = {"tls_certificate": config.http.tls_certificate, "tls_key": config.http.tls_key}
     for name, path in {**files, "api_keys_file": config.http.api_keys_file}.items():
         if path is not None and not path.is_file():
@@ -350,6 +354,22 @@ def _check_model(where: str, path: Path) -> dict[str, Any]:
         return check_checkpoint(path)
     except ModelError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_draft(where: str, draft: DraftOptions, target_size: int) -> None:
+    """Beside a target with a tokenizer, and a vocabulary of this size."""
+    if draft.checkpoint is not None:
+        size = _check_model(f"{where}.checkpoint", draft.checkpoint)["vocab_size"]
+        if size != target_size and not (draft.checkpoint / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{where}: vocabularies differ: {target_size} tokens in the target, {size} here, "
+                "and without a tokenizer.json here none can be translated"
+            )
+    if draft.documents is not None:
+        try:
+            check_documents(draft.documents)
+        except ModelError as error:
+            raise ConfigError(f"{where}.documents: {error}") from None
 
 
 def _our_arguments(values: dict[str, Any]) -> dict[str, Any]:

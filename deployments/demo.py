@@ -12,7 +12,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from cluster.actors import DraftConfig, TargetConfig
+from cluster.actors import TargetConfig
+from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster
 from cluster.placement import Placement, place
 from cluster.sequential import SequentialActor, Timed

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.actors import DraftConfig, make_drafter, works
+from cluster.actors import works
 from cluster.draft import DraftReplica
+from cluster.drafters import DraftConfig, make_drafter
 from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
+from engine.checkpoint import ModelError, check_checkpoint
+from engine.choice import DrafterName, check_choice, check_documents
 from engine.runner import Dtype
 
 _LOOK_EVERY_S = 1.0
@@ -25,13 +28,42 @@ class DraftFailed(RuntimeError):
 class DraftOptions:
     """What `paceline draft` runs."""
 
-    model: Path | None  # None: n-gram lookup
+    model: Path | None
     host: str
     port: int
+    drafter: DrafterName = "auto"
+    documents: Path | None = None
+    tokenizer: Path | None = None  # folder with the target's; none: the model's
     dtype: Dtype = "auto"
     kv_tokens: int = 65536
     threads: int = 1
     gpu: bool = False
+
+    @property
+    def config(self) -> DraftConfig:
+        """The options that a draft replica itself has."""
+        return DraftConfig(
+            self.model,
+            self.dtype,
+            self.kv_tokens,
+            drafter=self.drafter,
+            documents=self.documents,
+            tokenizer=self.tokenizer,
+        )
+
+
+def check_options(options: DraftOptions) -> None:
+    """What can be told without loading anything; raises ModelError."""
+    check_choice(options.drafter, options.model, options.documents)
+    if options.model is not None:
+        check_checkpoint(options.model)
+    if options.tokenizer is not None and not (options.tokenizer / "tokenizer.json").is_file():
+        raise ModelError(f"--tokenizer: {options.tokenizer} has no tokenizer.json")
+    if options.documents is not None:
+        check_documents(options.documents)
+        known = options.tokenizer or options.model
+        if known is None or not (known / "tokenizer.json").is_file():
+            raise ModelError("--documents are read in the target's tokens: name its folder by --tokenizer")
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -50,7 +82,7 @@ def run_draft(options: DraftOptions, console: Console) -> None:
     placement = Placement(threads=options.threads, gpus=float(options.gpu))
     placement.apply_to_process()
     with console.status("loading the draft"):
-        drafter = make_drafter(DraftConfig(options.model, options.dtype, options.kv_tokens), placement)
+        drafter = make_drafter(options.config, placement)
     replica = DraftReplica(drafter, placement)
     try:
         server = DraftServer(options.host, options.port, replica.add_link)

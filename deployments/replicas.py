@@ -7,8 +7,9 @@ hold up all of that. They are the second line, for a process that can't even do 
 
 import secrets
 
-from cluster.actors import DraftActor, DraftConfig, TargetActor, TargetConfig, works
+from cluster.actors import DraftActor, TargetActor, TargetConfig, works
 from cluster.draft import DraftStats
+from cluster.drafters import DraftConfig
 from cluster.placement import Placement
 from cluster.registry import RegistryName
 from deployments.scaling import BUSY, SESSIONS, STREAMS

@@ -1,10 +1,15 @@
 """What several test files share: the bundled pair, loaded once, and an audit of its KV pools after every test."""
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from engine.runner import ModelRunner
@@ -70,3 +75,23 @@ def fast_target(_fast_target: ModelRunner) -> Iterator[ModelRunner]:
 def draft(_draft: ModelRunner) -> Iterator[ModelRunner]:
     """The bundled draft; not invariant, and nothing may depend on that."""
     yield from _audited(_draft)
+
+
+@pytest.fixture(scope="session")
+def permuted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled draft with all its tokens numbered otherwise, but the end token."""
+    folder = tmp_path_factory.mktemp("permuted") / "draft"
+    shutil.copytree(exact.DRAFT, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    order = np.random.default_rng(0).permutation(np.arange(1, len(vocabulary)))
+    new = [0, *order.tolist()]
+    tokenizer["model"]["vocab"] = {token: new[number] for token, number in vocabulary.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "embed_tokens" in name or "lm_head" in name]:
+        moved = torch.empty_like(weights[name])
+        moved[torch.tensor(new)] = weights[name]
+        weights[name] = moved
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -17,8 +17,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from cluster import actors as actors_module
-from cluster.actors import DraftConfig, TargetActor, TargetConfig, works
+from cluster.actors import TargetActor, TargetConfig, works
 from cluster.draft import DraftReplica, DraftStats
+from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster
 from cluster.target import TargetReplica, TargetStats
 from engine.decode import decode

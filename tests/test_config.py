@@ -66,6 +66,17 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (("models", 0, "draft", "scaling"), {"ratio": 2, "max_replicas": 1}, "1 drafts at most, 2 for the fewest"),
         (("models", 0, "draft", "ports"), [2, 1], "ports: the first is 2, the last 1"),
         (("models", 0, "draft", "ports"), [8000, 8001], "the draft ports of code include 8000"),
+        (
+            ("models", 0, "draft", "drafter"),
+            "guess",
+            "models.0.draft.drafter: Input should be 'auto', 'model', 'ngram'",
+        ),
+        (("models", 0, "draft"), {"drafter": "retrieval"}, "models.0.draft: the drafter retrieval needs documents"),
+        (("models", 0, "draft"), {"drafter": "model"}, "models.0.draft: the drafter model needs a checkpoint"),
+        (("models", 0, "draft"), {"drafter": "cascade"}, "models.0.draft: the drafter cascade needs a checkpoint"),
+        (("models", 0, "draft"), {"drafter": "merged"}, "the drafter merged needs a checkpoint or documents"),
+        (("models", 0, "draft", "drafter"), "ngram", "models.0.draft: the drafter ngram uses no checkpoint"),
+        (("models", 0, "draft", "documents"), "texts", "models.0.draft: the drafter auto uses no documents"),
         (("models", 0, "name"), "a b", "models.0.name: String should match"),
         (("models",), [], "models: Tuple should have at least 1 item"),
         (("models",), [PAIR, PAIR], "models: two have the name code"),
@@ -105,11 +116,30 @@ def test_models_that_cannot_run_are_refused_before_anything_loads(tmp_path: Path
     (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 77}))
     size = settings["vocab_size"]
     wrong_pair = changed("models", 0, "draft", "checkpoint", to=str(other))
+    check_config(parse_config(wrong_pair))  # its own tokenizer is there: guesses are translated
+    (other / "tokenizer.json").unlink()
     refused(wrong_pair, f"models.0.draft: vocabularies differ: {size} tokens in the target, 77 here")
     (other / "model.safetensors").unlink()
     refused(wrong_pair, r"models.0.draft.checkpoint: no weights at")
+    nowhere = {"drafter": "retrieval", "documents": str(tmp_path / "texts")}
+    refused(changed("models", 0, "draft", to=nowhere), r"models.0.draft.documents: there is nothing at")
+    (tmp_path / "texts").mkdir()
+    refused(changed("models", 0, "draft", to=nowhere), r"models.0.draft.documents: no documents in")
     missing = {"tls_key": str(tmp_path / "key"), "tls_certificate": str(tmp_path / "certificate")}
     refused(changed("http", to=missing), "http.tls_certificate: there is no file")
+
+
+def test_a_draft_replica_is_told_what_was_chosen(tmp_path: Path) -> None:
+    """Its drafter, its documents, and whose tokens they are read in."""
+    (tmp_path / "text").write_text("import os\n")
+    options = {"drafter": "retrieval", "documents": str(tmp_path / "text")}
+    config = load_config_of(parse_config(changed("models", 0, "draft", to=options)))
+    check_config(config)
+    application: Any = build(config)
+    _, _, drafts, _ = application._bound_deployment.init_args
+    draft, _, _ = drafts["code"]._bound_deployment.init_args
+    chosen = (draft.model, draft.drafter, draft.documents, draft.tokenizer, draft.name)
+    assert chosen == (None, "retrieval", tmp_path / "text", exact.TARGET, "code")
 
 
 def test_api_keys_are_read_and_never_shown(tmp_path: Path) -> None:

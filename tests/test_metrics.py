@@ -19,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerFast
 
 from cluster import registry as registry_module
-from cluster.actors import DraftConfig, TargetConfig
+from cluster.actors import TargetConfig
 from cluster.draft import DraftReplica
+from cluster.drafters import DraftConfig
 from cluster.intake import Overloaded
 from cluster.link import memory_link
 from cluster.local import LocalCluster

@@ -1,13 +1,9 @@
 """Drafts with another tokenizer: exact whatever they say, and of use where they are good."""
 
 import json
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,26 +19,6 @@ from tests import exact
 from tests.exact import Tokens, differences, make_requests, run
 
 TOKENS = 20
-
-
-@pytest.fixture(scope="module")
-def permuted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled draft with all its tokens numbered otherwise, but the end token."""
-    folder = tmp_path_factory.mktemp("permuted") / "draft"
-    shutil.copytree(exact.DRAFT, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    order = np.random.default_rng(0).permutation(np.arange(1, len(vocabulary)))
-    new = [0, *order.tolist()]
-    tokenizer["model"]["vocab"] = {token: new[number] for token, number in vocabulary.items()}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if "embed_tokens" in name or "lm_head" in name]:
-        moved = torch.empty_like(weights[name])
-        moved[torch.tensor(new)] = weights[name]
-        weights[name] = moved
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,117 @@
+"""The drafter of a draft replica, from a configuration: which parts it has, what each is made of, and its warm-up."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from cluster.placement import Placement
+from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
+from engine.checkpoint import ModelError
+from engine.choice import DrafterName, check_choice
+from engine.cpu import Weights
+from engine.drafters import Drafter
+from engine.drafters.cascade import CascadeDrafter
+from engine.drafters.merged import MergedDrafter
+from engine.drafters.model import Growing, ModelDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.drafters.retrieval import Documents, RetrievalDrafter, load_documents
+from engine.drafters.suffix import SuffixDrafter
+from engine.drafters.translate import OtherTokenizerDrafter
+from engine.runner import Dtype, ModelRunner
+from engine.text import find_tokenizer
+
+_DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """How a draft replica runs. Which drafters use a model or documents: see engine.choice."""
+
+    model: Path | None
+    dtype: Dtype = "auto"
+    kv_tokens: int = 65536
+    host: str | None = "127.0.0.1"  # None: the node's, as Ray knows it
+    ports: tuple[int, int] = (0, 0)  # first and last, of which it takes a free one; 0: any
+    growing: Growing = field(default_factory=Growing)
+    compile: bool = False  # the model, by torch.compile
+    served_as: str = ""  # its model's name in metrics; none: the checkpoint's, or the drafter's
+    weights: Weights = "auto"  # "int8": of large layers, on CPUs
+    drafter: DrafterName = "auto"
+    documents: Path | None = None  # a text file, or a folder of them
+    tokenizer: Path | None = None  # folder with the target's; none: the model's own, which the target shares
+
+    @property
+    def name(self) -> str:
+        """Of the model that it is served as, or else of the drafter."""
+        drafter = "ngram" if self.drafter == "auto" else self.drafter
+        return self.served_as or (self.model.name if self.model is not None else drafter)
+
+
+def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
+    """The drafter that a configuration names, ready to run; raises ModelError."""
+    check_choice(config.drafter, config.model, config.documents)
+    warm_up_loops()
+    drafter = _make(config, placement)
+    warm_up_drafter(drafter)
+    return drafter
+
+
+def _make(config: DraftConfig, placement: Placement) -> Drafter:
+    parts: list[Drafter] = []
+    if config.drafter in ("suffix", "merged"):
+        parts.append(SuffixDrafter())
+    if config.documents is not None:
+        parts.append(RetrievalDrafter(Documents(load_documents(config.documents, _tokenizer(config)))))
+    if config.model is not None:
+        parts.append(_with_model(config, config.model, placement))
+    return MergedDrafter(parts) if len(parts) > 1 else parts[0] if parts else NgramDrafter()
+
+
+def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Drafter:
+    """A model, alone, with lookup beside it or with lookup inside it; in the target's tokens, whatever its own are."""
+    runner = ModelRunner(
+        model,
+        kv_tokens=config.kv_tokens,
+        dtype=config.dtype,
+        device=placement.device,
+        compile=config.compile,
+        weights=config.weights,
+    )
+    warm_up(runner, repeats=2)
+    own = find_tokenizer(model)
+    targets = _others(config.tokenizer, own)
+    length, cascade = config.growing.max_depth, config.drafter == "cascade"
+    growing = replace(
+        config.growing,
+        lookup=config.growing.lookup if config.drafter == "auto" and targets is None else 0,
+        max_depth=length if targets is None else length + _DEEPER,
+        overrule=cascade or config.growing.overrule,
+    )
+    drafter: Drafter = ModelDrafter(runner, growing, own)
+    if cascade:
+        drafter = CascadeDrafter(drafter, NgramDrafter())
+    if own is not None and targets is not None:
+        drafter = OtherTokenizerDrafter(drafter, own, targets, length)
+    return drafter
+
+
+def _tokenizer(config: DraftConfig) -> PreTrainedTokenizerFast:
+    """The target's, which documents are read with."""
+    folder = config.tokenizer or config.model
+    found = find_tokenizer(folder) if folder is not None else None
+    if found is None:
+        raise ModelError(f"documents are read with the target's tokenizer: {folder or 'nowhere'} has no tokenizer.json")
+    return found
+
+
+def _others(folder: Path | None, own: PreTrainedTokenizerFast | None) -> PreTrainedTokenizerFast | None:
+    """The target's tokenizer where it is another than the model's own; none where either isn't known."""
+    targets = find_tokenizer(folder) if folder is not None and own is not None else None
+    return targets if targets is not None and own is not None and not same_tokens(own, targets) else None
+
+
+def same_tokens(first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast) -> bool:
+    """Whether ids stand for the same text; special tokens aside, which variants of one model name as they like."""
+    vocabularies = [each.backend_tokenizer.get_vocab(with_added_tokens=False) for each in (first, second)]
+    return bool(vocabularies[0] == vocabularies[1])

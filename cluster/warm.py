@@ -1,0 +1,64 @@
+"""What replicas run before they serve: kernels and loops are compiled, and the cost of a step is measured."""
+
+import gc
+import time
+
+import numpy as np
+
+from cluster.wire import DIGEST_BYTES, decode_up, encode_up
+from engine.attention import chain_rows
+from engine.budget import Calibration, CostModel, GoodputWindow
+from engine.drafters import Drafter
+from engine.runner import ModelRunner
+from engine.tree import ROOT, TokenTree
+from engine.types import Growth, KVHandle, SamplingParams
+
+_WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+
+
+def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5) -> None:
+    """Runs every common row count, which compiles its kernels, and tells the cost model the median time.
+
+    What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps.
+    """
+    warm_up_loops()
+    gc.collect()
+    gc.freeze()
+    lease = runner.pool.lease(256)
+    try:
+        for rows in _WARM_ROWS:
+            batch = [chain_rows(lease, 128, [0] * rows, 0)]
+            times = []
+            for _ in range(repeats):
+                started = time.monotonic()
+                runner.forward(batch)
+                times.append(time.monotonic() - started)
+            if cost is not None:
+                cost.start(rows, 1000 * sorted(times)[repeats // 2])
+    finally:
+        runner.pool.release(lease)
+
+
+def warm_up_loops() -> None:
+    """Grows, tells, verifies and commits a small tree: compiles the loops of all that, or loads what was compiled."""
+    draft, mirror = TokenTree(0), TokenTree(0)
+    draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+    draft.frontier(1, 2)
+    nodes = draft.unsent(1)
+    [growth] = decode_up(encode_up([Growth(0, KVHandle(1, bytes(DIGEST_BYTES)), *draft.piece(nodes))])[0])
+    assert isinstance(growth, Growth)
+    mirror.graft([], growth.parents, growth.tokens, growth.confidences)
+    window = GoodputWindow(Calibration(), CostModel())
+    [chosen] = window.choose([mirror])
+    window.observe(mirror, chosen, [1])
+    mirror.visible(chosen, chosen)
+    mirror.commit([0])
+
+
+def warm_up_drafter(drafter: Drafter) -> None:
+    """A first session, which compiles what every other one runs."""
+    drafter.open(0, [0], SamplingParams())
+    for _ in range(3):
+        drafter.grow()
+    drafter.commit(0, [0])
+    drafter.close(0)

@@ -1,0 +1,35 @@
+"""Which drafter a draft replica runs, by name, and what each of them needs. Imports nothing slow."""
+
+from pathlib import Path
+from typing import Literal
+
+from engine.checkpoint import ModelError
+
+# auto: a model with lookup beside it; without a checkpoint, lookup alone.
+DrafterName = Literal["auto", "model", "ngram", "suffix", "retrieval", "merged", "cascade"]
+
+_MODEL_NEEDED = ("model", "cascade")
+_MODEL_USED = ("auto", "merged", *_MODEL_NEEDED)
+_DOCUMENTS_USED = ("retrieval", "merged")
+
+
+def check_choice(drafter: DrafterName, checkpoint: Path | None, documents: Path | None) -> None:
+    """Raises ModelError, in one line, when a drafter lacks something, or is given what it would not use."""
+    if drafter in _MODEL_NEEDED and checkpoint is None:
+        raise ModelError(f"the drafter {drafter} needs a checkpoint")
+    if drafter not in _MODEL_USED and checkpoint is not None:
+        raise ModelError(f"the drafter {drafter} uses no checkpoint")
+    if drafter == "retrieval" and documents is None:
+        raise ModelError("the drafter retrieval needs documents")
+    if drafter not in _DOCUMENTS_USED and documents is not None:
+        raise ModelError(f"the drafter {drafter} uses no documents: retrieval and merged do")
+    if drafter == "merged" and checkpoint is None and documents is None:
+        raise ModelError("the drafter merged needs a checkpoint or documents: suffix alone is the drafter suffix")
+
+
+def check_documents(path: Path) -> None:
+    """Raises ModelError unless there is a file, or a folder with one."""
+    if not path.exists():
+        raise ModelError(f"there is nothing at {path}")
+    if path.is_dir() and not any(file.is_file() for file in path.rglob("*")):
+        raise ModelError(f"no documents in {path}")
