@@ -1,5 +1,6 @@
 """What replicas run before they serve: kernels and loops are compiled, and the cost of a step is measured."""
 
+import atexit
 import gc
 import time
 
@@ -24,6 +25,7 @@ def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5
     warm_up_loops()
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain of what is never freed
     lease = runner.pool.lease(256)
     try:
         for rows in _WARM_ROWS:

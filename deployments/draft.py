@@ -1,6 +1,5 @@
 """`paceline draft`: one draft service by itself, for people who have an engine already. No Ray is started."""
 
-import gc
 import signal
 import threading
 from dataclasses import dataclass
@@ -96,7 +95,6 @@ def run_draft(options: DraftOptions, console: Console) -> None:
         server.stop()
     finally:
         replica.close()
-        gc.unfreeze()  # the warm-up froze what was loaded; libraries complain of what is never freed
     console.print("stopped")
 
 
