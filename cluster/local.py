@@ -17,8 +17,9 @@ from cluster.placement import Placement, place
 from cluster.registry import RegistryName
 from engine.types import GenerationRequest, TokenChunk
 
-# Serve's proxy then reads an ingress' streams over gRPC; as objects of Ray's, chunks take twice as much of a core.
-SERVE_TRANSPORT = ("RAY_SERVE_PROXY_USE_GRPC", "1")
+# Serve's proxy then reads an ingress' streams over gRPC; as objects of Ray's, chunks take twice as much of a core. Its
+# messages may have 256 MB, as long answers with log probabilities do, instead of 4.
+SERVE_TRANSPORT = {"RAY_SERVE_PROXY_USE_GRPC": "1", "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(1 << 28)}
 _START_TIMEOUT_S = 120.0
 
 
@@ -101,7 +102,7 @@ def start_ray() -> bool:
     """Starts Ray on this machine, without its dashboard, unless it runs already; whether it was started here."""
     if ray.is_initialized():
         return False
-    os.environ.setdefault(*SERVE_TRANSPORT)
+    os.environ.update({**SERVE_TRANSPORT, **os.environ})  # for the processes that Ray starts
     logging.getLogger("ray").setLevel(logging.ERROR)  # it would announce that its tokens protect this cluster
     ray.init(
         include_dashboard=False,

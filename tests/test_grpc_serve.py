@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
+from cluster.local import SERVE_TRANSPORT
 from cluster.pb import generation_pb2 as pb
 from cluster.target import TargetReplica
 from deployments.client import Client, make_request
@@ -82,6 +83,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Any]]:
     """The port of the gRPC proxy, and a handle of the ingress."""
+    os.environ.update(SERVE_TRANSPORT)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ray.init(
         address="local",
