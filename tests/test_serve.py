@@ -139,7 +139,7 @@ def test_the_application_answers_over_http(targets: DeploymentHandle[Any], confi
 def test_streams_through_serve_equal_plain_decoding(targets: DeploymentHandle[Any], case: Case) -> None:
     requests, expected = case
     until(lambda: linked(targets), "every target finds its draft")
-    assert read_all(targets, requests) == expected
+    assert read_all(targets, 2 * requests) == 2 * expected  # more than one target may have at a time
     until(lambda: sum(each.accepted for each in stats(targets)) > 0, "a draft token is accepted")
     assert all(each.requests > 0 for each in stats(targets)), "both targets had work"
 
