@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.expand import expand
+from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
 from engine.train import corpus_files, has_fast_bf16, learning_rate, make_optimizer, read_texts, tokenize
 
@@ -72,7 +73,8 @@ def distill(config: DistillConfig) -> dict[str, float]:
         tests["own"] = own_text(target, held_out, min(64, config.own_windows), "own-held-out", config, progress)
         draft = load(first_draft(config), config.device)
         optimizer = make_optimizer(draft)
-        step = restore(draft, optimizer, config)
+        parts = {"draft": draft, "optimizer": optimizer}
+        step = restore_state(config.work, config.recipe(), parts, config.device)
         bar = progress.add_task("distilling", total=config.steps, completed=step)
         figures: dict[str, float] = {}
         while step < config.steps:
@@ -88,7 +90,7 @@ def distill(config: DistillConfig) -> dict[str, float]:
             if step % config.eval_every == 0 or step == config.steps:
                 figures = {"steps": step} | evaluate(target, draft, tests)
                 progress.console.print(f"step {step}: {figures}")
-                save(draft, optimizer, step, config)
+                save_state(config.work, step, config.recipe(), parts)
                 export(draft, tokenizer, figures, config)
     return figures
 
@@ -192,27 +194,6 @@ def evaluate(target: Any, draft: Any, tests: dict[str, torch.Tensor]) -> dict[st
         figures[f"{name}_kl"] = round(float(torch.stack([part[0] for part in parts]).mean()), 4)
         figures[f"{name}_agreement"] = round(float(torch.cat([part[1] for part in parts]).float().mean()), 4)
     return figures
-
-
-def save(draft: Any, optimizer: torch.optim.Optimizer, step: int, config: DistillConfig) -> None:
-    """Writes the state atomically, so that an interruption at any moment can be resumed."""
-    temporary = config.work / "state.tmp"
-    state = {"step": step, "recipe": config.recipe(), "draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, temporary)
-    temporary.replace(config.work / "state.pt")
-
-
-def restore(draft: Any, optimizer: torch.optim.Optimizer, config: DistillConfig) -> int:
-    """Loads the state, if there is one; returns the first step to run."""
-    path = config.work / "state.pt"
-    if not path.exists():
-        return 0
-    state = torch.load(path, map_location=config.device, weights_only=True)
-    if state["recipe"] != config.recipe():
-        raise ValueError(f"{path} was written by another recipe: {state['recipe']}; delete it to start anew")
-    draft.load_state_dict(state["draft"])
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
 
 
 def export(draft: Any, tokenizer: PreTrainedTokenizerFast, figures: dict[str, float], config: DistillConfig) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from engine.checkpoint import check_checkpoint
 from engine.drafters.heads import HEADS_FILE, TokenHeads
 from engine.head import Head, output_head
+from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
 from engine.train import batch_at, corpus_files, has_fast_bf16, learning_rate, make_optimizer, read_texts, tokenize
 
@@ -62,7 +63,8 @@ def train_heads(config: HeadsConfig) -> dict[str, Any]:
     tests = test_windows(held_out, config)
     heads = TokenHeads(config.heads, target.config.get_text_config().hidden_size).to(config.device)
     optimizer = make_optimizer(heads)
-    step = restore(heads, optimizer, config)
+    parts = {"heads": heads, "optimizer": optimizer}
+    step = restore_state(config.work, config.recipe(), parts, config.device)
     figures: dict[str, Any] = {}
     with Progress(*_COLUMNS, TimeRemainingColumn()) as progress:
         bar = progress.add_task("training heads", total=config.steps, completed=step)
@@ -80,7 +82,7 @@ def train_heads(config: HeadsConfig) -> dict[str, Any]:
             if step % config.eval_every == 0 or step == config.steps:
                 figures = {"steps": step} | evaluate(target, output, heads, tests)
                 progress.console.print(f"step {step}: {figures}")
-                save(heads, optimizer, step, config)
+                save_state(config.work, step, config.recipe(), parts)
                 export(heads, figures, config)
     return figures
 
@@ -115,28 +117,6 @@ def evaluate(target: Any, output: Head, heads: TokenHeads, tests: torch.Tensor) 
     names = ("held_out_kl", "held_out_agreement")
     sums = [torch.stack(values).mean(0).tolist() for values in zip(*parts, strict=True)]
     return {name: [round(value, 4) for value in values] for name, values in zip(names, sums, strict=True)}
-
-
-def save(heads: TokenHeads, optimizer: torch.optim.Optimizer, step: int, config: HeadsConfig) -> None:
-    """Writes the state atomically, so that an interruption at any moment can be resumed."""
-    config.work.mkdir(parents=True, exist_ok=True)
-    temporary = config.work / "state.tmp"
-    state = {"step": step, "recipe": config.recipe(), "heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, temporary)
-    temporary.replace(config.work / "state.pt")
-
-
-def restore(heads: TokenHeads, optimizer: torch.optim.Optimizer, config: HeadsConfig) -> int:
-    """Loads the state, if there is one; returns the first step to run."""
-    path = config.work / "state.pt"
-    if not path.exists():
-        return 0
-    state = torch.load(path, map_location=config.device, weights_only=True)
-    if state["recipe"] != config.recipe():
-        raise ValueError(f"{path} was written by another recipe: {state['recipe']}; delete it to start anew")
-    heads.load_state_dict(state["heads"])
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
 
 
 def export(heads: TokenHeads, figures: dict[str, Any], config: HeadsConfig) -> None:
