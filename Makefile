@@ -19,8 +19,10 @@ demo: $(VENV)/.installed ## set up and run the demo
 serve: $(VENV)/.installed ## set up and serve the bundled pair
 	$(BIN)/paceline serve
 
+# Two at a time, each with one thread for its arithmetic; then what starts Ray, one by one.
 test: $(VENV)/.installed-dev ## set up and run all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m ray
 
 check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generated code
 	$(BIN)/ruff format --check .

@@ -28,6 +28,8 @@ from engine.types import GenerationRequest, InvalidRequest, TokenChunk
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, GuessingDrafter, until
 
+pytestmark = pytest.mark.ray
+
 KILLS = 5
 STREAMS = 8
 TOKENS = 32

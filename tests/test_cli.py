@@ -181,6 +181,7 @@ def test_text_ends_before_a_stop_string(sample: tuple[list[str], str]) -> None:
     assert cut.stdout == text[: text.index(stop)] + "\n"
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_two_actors_give_the_text_of_plain_decoding(sample: tuple[list[str], str]) -> None:
     """Starts Ray, in another process."""
@@ -269,6 +270,7 @@ def test_table_and_verdict_fit_a_narrow_terminal() -> None:
     assert "from token 17 on, top-2 margin 0.0156" in text
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_demo_runs(tmp_path: Path) -> None:
     """Starts Ray, in another process. In invariant mode no output may differ, whatever the hardware."""

@@ -33,6 +33,8 @@ from engine.types import GenerationRequest, SamplingParams, TokenChunk, TokenLog
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 
+pytestmark = pytest.mark.ray
+
 ROOT = Path(__file__).parent.parent
 WIDE = TokenLogprobs(-1.0, tuple((token, -2.0) for token in range(20)))
 

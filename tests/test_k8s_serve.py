@@ -5,6 +5,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 import yaml
 
@@ -13,6 +14,8 @@ from deployments.serve import base_url, deploy, withdraw
 from tests.cluster_fixtures import PATIENCE_S, until
 from tests.manifests import K8S, ROOT
 from tests.served import free_ports
+
+pytestmark = pytest.mark.ray
 
 # One of each group's pods, and no CPUs, as on the head: what asks for none of these would find no place.
 NODES: dict[str, float] = {"target": 1, "draft": 4, "ingress": 1}

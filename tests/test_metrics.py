@@ -209,6 +209,7 @@ def test_a_replica_that_reports_no_more_is_shown_no_more(monkeypatch: pytest.Mon
     assert registry.reports() == {}
 
 
+@pytest.mark.ray
 def test_a_cluster_reports_by_itself_and_through_ray() -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ray.init(

@@ -33,6 +33,8 @@ from tests import exact, served
 from tests.cluster_fixtures import PATIENCE_S, until
 from tests.served import QUEUE, TARGETS, deployed, make_config
 
+pytestmark = pytest.mark.ray
+
 STREAMS, TOKENS = 8, 32
 MAX_BATCH = 4
 T = TypeVar("T")
