@@ -22,7 +22,8 @@ from cluster.measures import Sample
 from cluster.placement import Placement
 from cluster.registry import DraftEntry, RegistryName
 from cluster.reports import DraftReport, Reporter, TargetReport
-from cluster.target import TargetReplica, TargetStats
+from cluster.target import TargetReplica
+from cluster.target_stats import TargetStats
 from cluster.trace import Span
 from cluster.warm import warm_up
 from engine.budget import Calibration, CostModel, GoodputWindow, Window

@@ -18,7 +18,7 @@ from cluster.actors import TargetConfig
 from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster
 from cluster.placement import place
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from deployments.figures import Figures
 from engine.decode import Speculation, decode_steps
 from engine.drafters.model import Growing, ModelDrafter

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import engine.train
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from cluster.trace import Kind, Span
 from deployments import cli, demo_view, timeline
 from deployments.demo import Results
