@@ -7,14 +7,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
 import ray
 
 from cluster.draft import DraftReplica, DraftStats
-from cluster.drafters import DraftConfig, make_drafter
+from cluster.drafters import DraftConfig, LocalConfig, make_drafter, make_local
 from cluster.grpc_link import ClientLink, connect
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
@@ -57,6 +57,7 @@ class TargetConfig:
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
+    local: LocalConfig = field(default_factory=LocalConfig)  # the drafter in its own process
 
 
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
@@ -88,18 +89,20 @@ class TargetActor:
         )
         cost = CostModel(runner.called_with)
         warm_up(runner, cost)
+        tokenizer = load_tokenizer(config.model)
         self._cost = cost
         self._registry = registry.open()
         self._replica = TargetReplica(
             runner,
             make_window(config.window, config.window_size, cost),
-            load_tokenizer(config.model),
+            tokenizer,
             placement,
             replica=index + 1,
             max_batch=config.max_batch,
             flush_s=config.flush_s,
             lookup=config.lookup,
             on_step=cost.observe,
+            local=make_local(config.local, runner, tokenizer),
         )
         self._linked: dict[str, ClientLink] = {}  # by draft name
         self._speculate = True

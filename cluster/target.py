@@ -16,6 +16,7 @@ from cluster.intake import Intake, Running, Sink, Submitted
 from cluster.link import Link
 from cluster.linked import LinkedDrafts
 from cluster.loop import Loop
+from cluster.own_guesses import LocalDrafter, OwnGuesses
 from cluster.placement import Placement
 from cluster.target_state import TargetState
 from cluster.target_stats import Tally, TargetStats, rows_of
@@ -49,6 +50,7 @@ class TargetReplica:
         lookup: int = 0,
         prefill_tokens: int = 128,
         on_step: Callable[[int, float], None] | None = None,
+        local: LocalDrafter | None = None,
     ) -> None:
         """window: what is verified. flush_s: tokens are handed out at most this often per request.
 
@@ -56,9 +58,11 @@ class TargetReplica:
 
         prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
         on_step(rows, milliseconds): called after each step, for the cost model.
+        local: a drafter of the target's own, which nobody else may use; it runs between two steps.
         """
         self._runner = runner
-        self._stepper = Stepper(runner)
+        self._own = OwnGuesses(local)
+        self._stepper = Stepper(runner, states=self._own.reads_states)
         self._window = window
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._placement = placement or Placement()
@@ -68,7 +72,7 @@ class TargetReplica:
         self._speculates = True
         self._patience = Patience()
         self._intake = Intake()
-        self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens)
+        self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens, self._own.give_way)
         self._running = self._batch.running
         self._next_renewal = time.monotonic() + _RENEW_EVERY_S
         self._tally = Tally()
@@ -168,14 +172,17 @@ class TargetReplica:
         self._drafts.close()
 
     def _audit(self) -> None:
-        self._batch.check()
+        self._batch.check(self._own.pages)
         self._state.check()
+        self._own.check({running.session for running in self._running.values()})
         assert self._state.sessions == len(self._running), "a session is left behind"
         for running in self._running.values():
             assert self._state.tokens(running.session) == running.sequence.tokens, "a session has other tokens"
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""
+        if self._speculates:
+            self._own.hang(self._state.mirror)
         waited_s = self._wait_on_miss()
         plans = self._plan()
         forward_started = time.monotonic()
@@ -273,6 +280,7 @@ class TargetReplica:
         self._stats.drafted += verified
         self._stats.empty += not verified and self._state.attached(running.session)
         if outcome.tokens:
+            self._own.committed(running.session, plan, outcome)
             self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
         origins: list[Origin] = ["draft" if i < outcome.accepted else "target" for i in range(len(outcome.tokens))]
         running.buffered += zip(outcome.tokens, origins, strict=True)
@@ -314,9 +322,13 @@ class TargetReplica:
 
     def _pause(self, running: Running) -> None:
         """A request was preempted: its client gets what there is, its draft forgets it."""
-        self._state.session_closed(running.session)
+        self._close_session(running)
         if running.buffered:
             self._hand_out(running)
+
+    def _close_session(self, running: Running) -> None:
+        self._state.session_closed(running.session)
+        self._own.close(running.session)
 
     def _hand_out(self, running: Running) -> None:
         running.flushed = time.monotonic()
@@ -334,6 +346,6 @@ class TargetReplica:
         running = submitted.running
         if running is not None:
             if self._batch.leave(running):
-                self._state.session_closed(running.session)
+                self._close_session(running)
             last = running.flush(reason, error)
         self._intake.end(submitted, last)

@@ -14,7 +14,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from engine.checkpoint import ModelError, check_checkpoint, context_length
-from engine.choice import DrafterName
+from engine.choice import DrafterName, check_documents
+from engine.local_choice import LocalName, check_heads, check_local
 from engine.types import Grammar, InvalidRequest, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -149,6 +150,23 @@ def generate(
             help="pipelined: two actors that work at the same time; sequential: one process, in turns; plain: no draft",
         ),
     ] = "pipelined",
+    local: Annotated[
+        LocalName | None,
+        typer.Option(
+            metavar="NAME",
+            help="what guesses in the target's own process, beside the draft: heads, early-exit, jacobi, suffix, ngram, "
+            "retrieval",
+            rich_help_panel=GUESSING,
+        ),
+    ] = None,
+    heads: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="what 'paceline heads' wrote, for heads", rich_help_panel=GUESSING),
+    ] = None,
+    documents: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="a text file, or a folder of them, for retrieval", rich_help_panel=GUESSING),
+    ] = None,
     invariant: InvariantOption = False,
     stats: Annotated[bool, typer.Option("--stats", help="print speed and acceptance to standard error")] = False,
 ) -> None:
@@ -165,6 +183,8 @@ def generate(
       paceline generate 'def add(' --stop $'\n\n' --max-tokens 64
 
       paceline generate 'config = ' --regex '[a-z]+ = [0-9]{1,3}'
+
+      paceline generate 'import os' --local heads --heads models/code-target-heads --stats
     """
     with one_line_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -172,6 +192,8 @@ def generate(
         grammar = chosen_grammar(json_object, json_schema, regex)
         pair_draft = draft if mode != "plain" else None
         context = check_models(target, pair_draft)
+        check_own_drafter(mode, target, local, heads, documents)
+        from cluster.drafters import LocalConfig
         from deployments.fields import GenerationFields, TextModel, make_requests, validated
         from deployments.generate import Pair, print_text
         from engine.text import load_tokenizer
@@ -196,7 +218,13 @@ def generate(
         model = TextModel(tokenizer=tokenizer, context=context, vocab_size=check_checkpoint(target)["vocab_size"])
         (request,) = make_requests(validated(GenerationFields, fields), model, "paceline-generate", trusted=True)
     with runtime_errors():
-        print_text(request, Pair(target, pair_draft, dtype, invariant), mode, tokenizer, stats)
+        print_text(
+            request,
+            Pair(target, pair_draft, dtype, invariant, LocalConfig(local, heads, documents)),
+            mode,
+            tokenizer,
+            stats,
+        )
 
 
 @app.command()
@@ -592,6 +620,18 @@ def check_models(target: Path, draft: Path | None) -> int:
         if sizes[0] != sizes[1]:
             raise ModelError(f"vocabularies differ: {sizes[0]} tokens in {target}, {sizes[1]} in {draft}")
     return context_length(values)
+
+
+def check_own_drafter(
+    mode: Mode, target: Path, local: LocalName | None, heads: Path | None, documents: Path | None
+) -> None:
+    """What can be told of a target's own drafter before anything loads; raises InvalidRequest or ModelError."""
+    require(local is None or mode == "pipelined", "local", "only in pipelined mode")
+    check_local(local, heads, documents)
+    if heads is not None:
+        check_heads(heads, check_checkpoint(target).get("hidden_size"), target)
+    if documents is not None:
+        check_documents(documents)
 
 
 @contextmanager
