@@ -5,11 +5,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import ray
 
@@ -26,13 +26,12 @@ from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
 from cluster.trace import Span
 from cluster.warm import warm_up
-from engine.budget import Calibration, CostModel, GoodputWindow, Window
+from engine.budget import CostModel
 from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
-from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
+from engine.window_choice import NamedWindows, WindowName, make_window
 
-WindowName = Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"]
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
@@ -58,19 +57,6 @@ class TargetConfig:
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
     local: LocalConfig = field(default_factory=LocalConfig)  # the drafter in its own process
-
-
-def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
-    """The window of this name."""
-    makers: dict[str, Callable[[], Window]] = {
-        "goodput": lambda: GoodputWindow(Calibration(), cost, max_nodes=size),
-        "chain": lambda: FixedChain(size),
-        "tree": lambda: FixedTree(size),
-        "heuristic": lambda: Heuristic(size),
-        "threshold": lambda: ConfidenceThreshold(size),
-        "bandit": lambda: Bandit(cost, size),
-    }
-    return makers[name]()
 
 
 class TargetActor:
@@ -103,6 +89,7 @@ class TargetActor:
             lookup=config.lookup,
             on_step=cost.observe,
             local=make_local(config.local, runner, tokenizer),
+            named=NamedWindows(cost, config.window_size, config.window),
         )
         self._linked: dict[str, ClientLink] = {}  # by draft name
         self._speculate = True
@@ -153,7 +140,7 @@ class TargetActor:
         return self._replica.stats()
 
     async def set_window(self, name: WindowName, size: int) -> None:
-        """Another window from the next step on."""
+        """Another window from the next step on, for requests that name none."""
         self._replica.set_window(make_window(name, size, self._cost))
 
     async def set_speculation(self, on: bool) -> None:

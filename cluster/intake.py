@@ -43,6 +43,11 @@ class Running:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
     flushed: float = 0.0  # seconds: when it last got something
 
+    @property
+    def window(self) -> str:
+        """What the request says of its window."""
+        return self.submitted.request.window
+
     def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
         """A chunk of everything buffered."""
         tokens = tuple(token for token, _ in self.buffered)

@@ -21,12 +21,14 @@ from cluster.placement import Placement
 from cluster.target_state import TargetState
 from cluster.target_stats import Tally, TargetStats, rows_of
 from cluster.trace import Trace
+from cluster.windows import Windows
 from engine.budget import Patience, Window
 from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request
 from engine.types import Down, FinishReason, GenerationRequest, Origin, TokenChunk, Up, require
+from engine.window_choice import OFF, NamedWindows, check_window
 
 logger = logging.getLogger(__name__)
 TARGET_FAILED = (
@@ -51,9 +53,11 @@ class TargetReplica:
         prefill_tokens: int = 128,
         on_step: Callable[[int, float], None] | None = None,
         local: LocalDrafter | None = None,
+        named: NamedWindows | None = None,
     ) -> None:
-        """window: what is verified. flush_s: tokens are handed out at most this often per request.
+        """window: what is verified where a request names nothing else; `named` makes the windows that requests name.
 
+        flush_s: tokens are handed out at most this often per request.
         lookup: tokens that are looked up in the text so far after each step, beside what drafts guess.
 
         prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
@@ -63,7 +67,7 @@ class TargetReplica:
         self._runner = runner
         self._own = OwnGuesses(local)
         self._stepper = Stepper(runner, states=self._own.reads_states)
-        self._window = window
+        self._windows = Windows(window, named or NamedWindows())
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._placement = placement or Placement()
         self._flush_s = flush_s
@@ -96,6 +100,7 @@ class TargetReplica:
     def check_request(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what can't be run. A grammar that was not seen before may take seconds."""
         check_request(request, self._runner, self._vocabulary)
+        check_window(request.window)
         total, room = len(request.prompt) + request.params.max_tokens, self._runner.pool.capacity - MAX_WINDOW - 1
         require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
 
@@ -108,8 +113,8 @@ class TargetReplica:
         self._loop.do(lambda: self._drafts.join(link))
 
     def set_window(self, window: Window) -> None:
-        """From the next step on."""
-        self._loop.do(lambda: setattr(self, "_window", window))
+        """Of requests that name none, from the next step on."""
+        self._loop.do(lambda: setattr(self._windows, "own", window))
 
     def set_speculation(self, on: bool) -> None:
         """Whether anything is verified, from the next step on."""
@@ -208,9 +213,9 @@ class TargetReplica:
         prefills = self._batch.prefills()
         speculating = [running for running in self._running.values() if self._can_speculate(running)]
         trees = [self._state.mirror(running.session) for running in speculating]
-        chosen = dict(zip((running.session for running in speculating), self._window.choose(trees), strict=True))
-        choice = self._window.explain() if trees else None
-        self._stats.expected += choice.accepted if choice is not None else 0.0
+        choices, expected = self._windows.choose([running.window for running in speculating], trees)
+        chosen = dict(zip((running.session for running in speculating), choices, strict=True))
+        self._stats.expected += expected
         for request_id, running in self._running.items():
             if running.sequence.prefilling:
                 if request_id in prefills:
@@ -222,7 +227,8 @@ class TargetReplica:
         return plans
 
     def _can_speculate(self, running: Running) -> bool:
-        return self._speculates and not running.sequence.prefilling and self._state.hit(running.session)
+        speculates = self._speculates and running.window != OFF
+        return speculates and not running.sequence.prefilling and self._state.hit(running.session)
 
     def _wait_on_miss(self) -> float:
         """Waits a bounded time for growth when every sequence missed: one's miss never holds up another's hit.
@@ -276,11 +282,12 @@ class TargetReplica:
             return
         verified = plan.nodes is not None and len(plan.nodes) > 0
         if verified and plan.tree is not None and plan.nodes is not None:
-            self._window.observe(plan.tree, plan.nodes, outcome.path)
+            self._windows.observe(running.window, plan.tree, plan.nodes, outcome.path)
         self._stats.drafted += verified
         self._stats.empty += not verified and self._state.attached(running.session)
         if outcome.tokens:
-            self._own.committed(running.session, plan, outcome)
+            if running.window != OFF:
+                self._own.committed(running.session, plan, outcome)
             self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
         origins: list[Origin] = ["draft" if i < outcome.accepted else "target" for i in range(len(outcome.tokens))]
         running.buffered += zip(outcome.tokens, origins, strict=True)
@@ -316,7 +323,8 @@ class TargetReplica:
         self._stats.requests += not running.started
         running.started = True
         request = submitted.request
-        running.session = self._state.session_opened(sequence.tokens, request.params, len(request.prompt))
+        alone = running.window == OFF
+        running.session = self._state.session_opened(sequence.tokens, request.params, len(request.prompt), alone)
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)
 

@@ -167,6 +167,15 @@ def generate(
         Path | None,
         typer.Option(metavar="PATH", help="a text file, or a folder of them, for retrieval", rich_help_panel=GUESSING),
     ] = None,
+    window: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="what is verified in a step: goodput, heuristic, threshold, bandit, chain:N, tree:N or off",
+            show_default="goodput",
+            rich_help_panel=GUESSING,
+        ),
+    ] = "",
     invariant: InvariantOption = False,
     stats: Annotated[bool, typer.Option("--stats", help="print speed and acceptance to standard error")] = False,
 ) -> None:
@@ -192,6 +201,7 @@ def generate(
         grammar = chosen_grammar(json_object, json_schema, regex)
         pair_draft = draft if mode != "plain" else None
         context = check_models(target, pair_draft)
+        require(not window or mode == "pipelined", "window", "only in pipelined mode")
         check_own_drafter(mode, target, local, heads, documents)
         from cluster.drafters import LocalConfig
         from deployments.fields import GenerationFields, TextModel, make_requests, validated
@@ -213,6 +223,7 @@ def generate(
             "frequency_penalty": frequency_penalty,
             "bad_words": bad_word,
             "grammar": grammar,
+            "window": window,
         }
         tokenizer = load_tokenizer(target)
         model = TextModel(tokenizer=tokenizer, context=context, vocab_size=check_checkpoint(target)["vocab_size"])

@@ -16,6 +16,7 @@ from engine.noise import derive_seed
 from engine.processors import check_known
 from engine.text import word_tokens
 from engine.types import MAX_BAD_WORDS, GenerationRequest, Grammar, InvalidRequest, SamplingParams, require
+from engine.window_choice import check_window
 
 MAX_SAMPLES = 8
 MAX_STOP_CHARACTERS = 1000  # of one stop string
@@ -121,6 +122,7 @@ class GenerationFields(Sampling):
     max_tokens: Int | None = None  # None: as many as the context has room for
     logprobs: Int | None = None  # report each token's log probability, and of so many likeliest ones
     grammar: Grammar | None = None
+    window: Text = ""  # what is verified in a step; none: what the model's configuration says
 
 
 def validated(kind: type[Model], values: Any) -> Model:
@@ -184,13 +186,15 @@ def make_requests(
         raise ContextExceeded("max_tokens", f"{total}; the model's context is {model.context}")
     seed = draw_seed() if fields.seed is None else fields.seed
     params = _params(fields, model.tokenizer, limit, seed)
+    check_window(fields.window)
     require(all(token >= 0 for token in params.stop_token_ids), "stop_token_ids", "token ids must not be negative")
     check_known(params, model.vocab_size)
     if params.grammar is not None:
         _check_grammar(params.grammar, model, trusted)
     samples = [replace(params, seed=derive_seed(seed, sample)) for sample in range(fields.n)]
     return [
-        GenerationRequest(f"{request_id}-{sample}", prompt, params, salt=salt) for sample, params in enumerate(samples)
+        GenerationRequest(f"{request_id}-{sample}", prompt, params, salt=salt, window=fields.window)
+        for sample, params in enumerate(samples)
     ]
 
 

@@ -56,7 +56,7 @@ _GRAMMARS: dict[int, GrammarKind] = {
 # Fields that are the same in both, absent or not.
 _OPTIONAL = (
     *("n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "min_tokens", "logprobs"),
+    *("frequency_penalty", "min_tokens", "logprobs", "window"),
 )
 
 

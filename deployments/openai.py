@@ -28,6 +28,7 @@ class PacelineOptions(NullsAreAbsent):
 
     stats: Flag = False  # answer with the seed used, and with what speculation did
     timeout_s: Annotated[Number, Field(gt=0)] | None = None  # when shorter than the server's own
+    window: Text = ""  # what is verified in a step; none: what the model's configuration says
 
 
 class JsonSchemaFormat(NullsAreAbsent):

@@ -123,6 +123,7 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     resume_tokens: tuple[int, ...] = ()  # output the client already holds: generation goes on behind it
     salt: bytes = b""  # of the tenant: KV is shared among requests with the same one; set by the server
+    window: str = ""  # what is verified, as engine.window_choice names it; none: the target's own window
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ EVERY_FIELD = {
     "min_tokens": 2,
     "bad_words": ("c",),
     "logprobs": 0,
+    "window": "tree:15",
 }
 
 

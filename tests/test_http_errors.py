@@ -128,6 +128,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("completions", {"prompt": "x", "max_tokens": "10"}, 400, "max_tokens"),
     ("completions", {"prompt": "x", "stream": "yes"}, 400, "stream"),
     ("completions", {"prompt": "x", "paceline": {"timeout_s": 0}}, 400, "paceline"),
+    ("completions", {"prompt": "x", "paceline": {"window": "tree:64"}}, 400, "paceline.window"),
     ("chat/completions", {}, 400, "messages"),
     ("chat/completions", {"messages": []}, 400, "messages"),
     ("chat/completions", {"messages": "x"}, 400, "messages"),
