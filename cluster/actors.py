@@ -25,8 +25,9 @@ from cluster.reports import DraftReport, Reporter, TargetReport
 from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
 from cluster.trace import Span
-from cluster.warm import warm_up
+from cluster.warm import warm_up, warm_up_drafter
 from engine.budget import CostModel
+from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
@@ -75,6 +76,7 @@ class TargetActor:
         )
         cost = CostModel(runner.called_with)
         warm_up(runner, cost)
+        warm_up_drafter(RetrievalDrafter(Documents([[0, 0]])))  # for requests that come with documents
         tokenizer = load_tokenizer(config.model)
         self._cost = cost
         self._registry = registry.open()
@@ -120,7 +122,10 @@ class TargetActor:
 
         if request.params.grammar is not None:
             await asyncio.to_thread(self._replica.check_request, request)  # compiles it, which others need not wait for
-        self._replica.submit(request, sink)
+        if request.documents:
+            await asyncio.to_thread(self._replica.submit, request, sink)  # makes an index of them
+        else:
+            self._replica.submit(request, sink)
         finished = False
         try:
             while not finished:

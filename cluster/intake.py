@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, TokenLogprobs, require
 
@@ -26,6 +27,7 @@ class Submitted:
 
     request: GenerationRequest
     sink: Sink
+    documents: Documents | None = None  # those of the request, as an index
     overtaken: int = 0  # by how many that came later
     running: "Running | None" = None  # once the loop has looked at it
 

@@ -1,13 +1,14 @@
 """What a target guesses by itself, in its own process, beside what its drafts grow: all of it hangs in the same mirrors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.drafters import Drafter, Learner, ReadsStates, TakesPages
+from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.kv import PoolExhausted
 from engine.step import Outcome, Plan
 from engine.tree import TokenTree
-from engine.types import InvalidRequest
+from engine.types import InvalidRequest, SamplingParams
 
 _HUNG = 64  # nodes of a session that are hung into its mirror at a time
 
@@ -36,7 +37,7 @@ class LocalDrafter:
 
 
 class OwnGuesses:
-    """The sessions of a local drafter, named as the target's own. For the replica's loop alone.
+    """The sessions of a local drafter, and those with documents of their own. For the replica's loop alone.
 
     A session begins with the first tokens of its sequence: the prefix is in the pool by then, where early exit finds it.
     Who finds no room does without, and so do all when a request needs the pages that a drafter holds.
@@ -50,6 +51,7 @@ class OwnGuesses:
         self._taker = local.taker if local is not None else None
         self._open: set[int] = set()
         self._without: set[int] = set()  # sessions that found no room
+        self._grounded: dict[int, RetrievalDrafter] = {}  # by session: each in the documents of its request
 
     @property
     def reads_states(self) -> bool:
@@ -61,8 +63,15 @@ class OwnGuesses:
         """Of the target's pool, that it holds."""
         return self._taker.pages() if self._taker is not None else set()
 
+    def ground(self, session: int, tokens: Sequence[int], params: SamplingParams, documents: Documents) -> None:
+        """A sequence with these tokens starts, whose request came with documents."""
+        self._grounded[session] = RetrievalDrafter(documents)
+        self._grounded[session].open(session, tokens, params)
+
     def committed(self, session: int, plan: Plan, outcome: Outcome) -> None:
         """A step committed tokens; the session's mirror, in `plan.tree`, has not moved yet."""
+        if session in self._grounded:
+            self._grounded[session].commit(session, outcome.tokens)
         if self._local is None or session in self._without:
             return
         try:
@@ -88,6 +97,9 @@ class OwnGuesses:
             grown = {session for _ in range(self._local.steps) for session in drafter.grow()}
             for session in grown:
                 mirror(session).adopt(drafter.tree(session), _HUNG, known=False)
+        for session, retrieval in self._grounded.items():
+            if retrieval.grow():
+                mirror(session).adopt(retrieval.tree(session), _HUNG, known=False)
 
     def give_way(self) -> bool:
         """Gives back all pages that it holds in the target's pool, for good; whether there were any."""
@@ -98,6 +110,7 @@ class OwnGuesses:
 
     def close(self, session: int) -> None:
         """A sequence ended, or left the batch; it may not be known here."""
+        self._grounded.pop(session, None)
         self._without.discard(session)
         if self._local is not None and session in self._open:
             self._open.remove(session)
@@ -105,10 +118,15 @@ class OwnGuesses:
 
     def check(self, sessions: set[int]) -> None:
         """Raises AssertionError unless all is in order, and held for some of these sessions."""
-        assert self._open | self._without <= sessions, "a session of the target's own guesses is left behind"
+        held = self._open | self._without | self._grounded.keys()
+        assert held <= sessions, "a session of the target's own guesses is left behind"
+        for retrieval in self._grounded.values():
+            retrieval.check()
         if self._local is not None:
             self._local.drafter.check()
 
     def _do_without(self, session: int) -> None:
-        self.close(session)
+        if self._local is not None:
+            self._open.discard(session)
+            self._local.drafter.close(session)
         self._without.add(session)

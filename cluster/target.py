@@ -23,6 +23,7 @@ from cluster.target_stats import Tally, TargetStats, rows_of
 from cluster.trace import Trace
 from cluster.windows import Windows
 from engine.budget import Patience, Window
+from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
@@ -91,10 +92,12 @@ class TargetReplica:
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Queues a request; `sink` gets its chunks on the loop's thread and must be quick.
 
+        An index is made of its documents first: some 0.4 us a token.
         Raises InvalidRequest, Overloaded or Closed.
         """
         self.check_request(request)
-        self._intake.submit(Submitted(request, sink))
+        documents = Documents(request.documents) if request.documents else None
+        self._intake.submit(Submitted(request, sink, documents))
         self._loop.do(self._admit)
 
     def check_request(self, request: GenerationRequest) -> None:
@@ -325,6 +328,8 @@ class TargetReplica:
         request = submitted.request
         alone = running.window == OFF
         running.session = self._state.session_opened(sequence.tokens, request.params, len(request.prompt), alone)
+        if submitted.documents is not None and not alone:
+            self._own.ground(running.session, sequence.tokens, request.params, submitted.documents)
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)
 

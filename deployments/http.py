@@ -33,7 +33,9 @@ from engine.types import GenerationRequest, InvalidRequest, require
 Ready = Callable[[], bool | Awaitable[bool]]
 BODIES = (openai.CompletionRequest, openai.ChatRequest, openai.TokenizeRequest, openai.DetokenizeRequest)
 _CLIENT_GONE = 499
-_OURS = {"window": "paceline.window"}  # fields of ours, by the names that the client knows
+_OURS = {
+    name: f"paceline.{name}" for name in ("window", "documents")
+}  # fields of ours, by the names that the client knows
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def _named(names: Mapping[str, str]) -> Iterator[None]:
 
 def _fields(body: openai.CompletionRequest | openai.ChatRequest, **given: Any) -> GenerationFields:
     sampling = {name: getattr(body, name) for name in Sampling.model_fields}
-    return validated(GenerationFields, {**sampling, "window": body.paceline.window, **given})
+    ours = {"window": body.paceline.window, "documents": body.paceline.documents}
+    return validated(GenerationFields, {**sampling, **ours, **given})
 
 
 def _job(

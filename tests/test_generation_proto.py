@@ -29,6 +29,7 @@ EVERY_FIELD = {
     "bad_words": ("c",),
     "logprobs": 0,
     "window": "tree:15",
+    "documents": ("d", "e"),
 }
 
 

@@ -129,6 +129,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("completions", {"prompt": "x", "stream": "yes"}, 400, "stream"),
     ("completions", {"prompt": "x", "paceline": {"timeout_s": 0}}, 400, "paceline"),
     ("completions", {"prompt": "x", "paceline": {"window": "tree:64"}}, 400, "paceline.window"),
+    ("completions", {"prompt": "x", "paceline": {"documents": ["x" * (2**18 + 1)]}}, 400, "paceline.documents"),
+    ("completions", {"prompt": ["x", "y"], "paceline": {"documents": ["x"]}}, 400, "paceline.documents"),
     ("chat/completions", {}, 400, "messages"),
     ("chat/completions", {"messages": []}, 400, "messages"),
     ("chat/completions", {"messages": "x"}, 400, "messages"),

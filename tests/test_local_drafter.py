@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.local_choice import HEADS_FILE, check_heads
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
+from engine.types import GenerationRequest, InvalidRequest
 from engine.windows import FixedTree
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
@@ -145,3 +147,55 @@ def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
 
 def test_without_a_name_nothing_is_guessed(target: ModelRunner) -> None:
     assert make_local(LocalConfig(), target, load_tokenizer(exact.TARGET)) is None
+
+
+# --- documents that come with a request
+
+
+def grounded(target: ModelRunner, index: int = 0) -> tuple[GenerationRequest, list[int]]:
+    """A request whose document is its own greedy output, and that output."""
+    request = exact.make_requests(exact.load_prompts(index + 1), 0.0, 2 * TOKENS)[index]
+    (plain,) = decode(target, [request])
+    return replace(request, documents=((*request.prompt, *plain.tokens),)), plain.tokens
+
+
+def test_documents_of_a_request_are_guessed_from_and_are_its_own(target: ModelRunner) -> None:
+    request, plain = grounded(target)
+    other = replace(request, request_id="other", documents=())
+    with guessing(target, None) as replica:
+        generations = exact.serve(replica, [request, other])
+        assert [generation.tokens for generation in generations] == [plain, plain]
+        assert generations[0].accepted > TOKENS
+        assert generations[1].accepted == 0
+
+
+def test_documents_and_a_drafter_of_the_targets_own_go_together(target: ModelRunner) -> None:
+    """Other documents than its own mislead a request, and change nothing."""
+    pairs = [grounded(target, index) for index in range(2)]
+    swapped = [replace(pairs[0][0], documents=pairs[1][0].documents), pairs[1][0]]
+    with guessing(target, local("jacobi", target)) as replica:
+        generations = exact.serve(replica, swapped)
+        assert [generation.tokens for generation in generations] == [plain for _, plain in pairs]
+        assert generations[1].accepted > TOKENS
+
+
+def test_a_preempted_request_keeps_its_documents() -> None:
+    runner = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=256)
+    prompts = [prompt[:20] for prompt in exact.load_prompts(2)]
+    requests = exact.make_requests(prompts, 0.0, 90)
+    plain = [generation.tokens for generation in exact.run(runner, requests, batch=1)]
+    brought = [
+        replace(request, documents=((*request.prompt, *tokens),))
+        for request, tokens in zip(requests, plain, strict=True)
+    ]
+    with guessing(runner, None) as replica:
+        generations = exact.serve(replica, brought)
+        assert replica.stats().preempted > 0
+    assert not list(exact.differences(generations, plain))
+    assert all(generation.accepted > TOKENS for generation in generations)
+
+
+def test_documents_that_are_no_tokens_are_refused(target: ModelRunner) -> None:
+    request, _ = grounded(target)
+    with guessing(target, None) as replica, pytest.raises(InvalidRequest, match="token ids must not be negative"):
+        replica.submit(replace(request, documents=((1, -1),)), lambda chunk: None)
