@@ -343,6 +343,10 @@ def draft(
         ),
     ] = None,
     dtype: DtypeOption = "auto",
+    weights: Annotated[
+        Literal["auto", "int8"],
+        typer.Option(metavar="KIND", help="auto, or int8: large layers rounded to 8 bits, on CPUs; the guesses change"),
+    ] = "auto",
     kv_tokens: Annotated[int, typer.Option(min=256, help="tokens whose KV is kept, all sessions together")] = 65536,
     threads: Annotated[int, typer.Option(min=1, help="of the model's arithmetic on CPUs")] = 1,
     gpu: Annotated[bool, typer.Option("--gpu", help="on the first GPU")] = False,
@@ -382,7 +386,7 @@ def draft(
         host, port = parse_address(listen)
         bundled = MODELS / "code-draft" if drafter in ("auto", "model", "cascade") else None
         options = DraftOptions(
-            model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu
+            model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu, weights
         )
         check_options(options)
     with runtime_errors(LinkError, DraftFailed):

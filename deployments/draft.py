@@ -14,6 +14,7 @@ from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
 from engine.checkpoint import ModelError, check_checkpoint
 from engine.choice import DrafterName, check_choice, check_documents
+from engine.cpu import Weights
 from engine.runner import Dtype
 
 _LOOK_EVERY_S = 1.0
@@ -37,6 +38,7 @@ class DraftOptions:
     kv_tokens: int = 65536
     threads: int = 1
     gpu: bool = False
+    weights: Weights = "auto"
 
     @property
     def config(self) -> DraftConfig:
@@ -48,6 +50,7 @@ class DraftOptions:
             drafter=self.drafter,
             documents=self.documents,
             tokenizer=self.tokenizer,
+            weights=self.weights,
         )
 
 
@@ -56,6 +59,8 @@ def check_options(options: DraftOptions) -> None:
     check_choice(options.drafter, options.model, options.documents)
     if options.model is not None:
         check_checkpoint(options.model)
+    if options.weights == "int8" and (options.model is None or options.gpu):
+        raise ModelError(f"--weights int8: {'only on CPUs' if options.gpu else 'there is no model'}")
     if options.tokenizer is not None and not (options.tokenizer / "tokenizer.json").is_file():
         raise ModelError(f"--tokenizer: {options.tokenizer} has no tokenizer.json")
     if options.documents is not None:
