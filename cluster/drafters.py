@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
+from cluster.remote_drafter import RemoteDrafter
 from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
 from engine.checkpoint import ModelError
 from engine.choice import DrafterName, check_choice
@@ -47,6 +48,7 @@ class DraftConfig:
     drafter: DrafterName = "auto"
     documents: Path | None = None  # a text file, or a folder of them
     tokenizer: Path | None = None  # folder with the target's; none: the model's own, which the target shares
+    inner: str | None = None  # "host:port" of the draft service that drafts for a cascade's model; none: lookup does
 
     @property
     def name(self) -> str:
@@ -97,10 +99,19 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
     )
     drafter: Drafter = ModelDrafter(runner, growing, own)
     if cascade:
-        drafter = CascadeDrafter(drafter, NgramDrafter())
+        drafter = CascadeDrafter(drafter, _inner(config, runner))
     if own is not None and targets is not None:
         drafter = OtherTokenizerDrafter(drafter, own, targets, length)
     return drafter
+
+
+def _inner(config: DraftConfig, runner: ModelRunner) -> Drafter:
+    """What drafts for a cascade's model: lookup, or another draft service, which may be a cascade itself."""
+    if config.inner is None:
+        return NgramDrafter()
+    remote = RemoteDrafter(runner.vocab_size)
+    remote.keep_linked(config.inner)
+    return remote
 
 
 def _tokenizer(config: DraftConfig) -> PreTrainedTokenizerFast:

@@ -342,6 +342,15 @@ def draft(
             rich_help_panel=GUESSING,
         ),
     ] = None,
+    inner: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="another draft service, which drafts for the model of cascade; it may be a cascade itself",
+            show_default="lookup",
+            rich_help_panel=GUESSING,
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     weights: Annotated[
         Literal["auto", "int8"],
@@ -361,7 +370,7 @@ def draft(
 
       model      the model alone
 
-      cascade    the model, for which lookup drafts
+      cascade    the model, for which lookup drafts, or another draft service
 
       ngram      no model: what followed the last few tokens earlier in the text
 
@@ -377,6 +386,8 @@ def draft(
 
       paceline draft --drafter retrieval --documents docs --tokenizer TARGET
 
+      paceline draft --drafter cascade --model MIDDLE --inner 127.0.0.1:9101
+
       PACELINE_DRAFT=127.0.0.1:9100 vllm serve TARGET --speculative-config '{"method": "custom_class", ...}'
     """
     from cluster.link import LinkError
@@ -386,7 +397,7 @@ def draft(
         host, port = parse_address(listen)
         bundled = MODELS / "code-draft" if drafter in ("auto", "model", "cascade") else None
         options = DraftOptions(
-            model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu, weights
+            model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu, weights, inner
         )
         check_options(options)
     with runtime_errors(LinkError, DraftFailed):
