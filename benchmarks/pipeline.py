@@ -31,7 +31,7 @@ from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster, bundled
 from cluster.placement import Placement
 from cluster.sequential import SequentialActor, Timed
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from engine.drafters.model import Growing
 from engine.runner import Dtype
 from engine.text import load_tokenizer

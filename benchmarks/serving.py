@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.server import free_port
 from cluster.local import LocalCluster, bundled, start_ray
 from cluster.placement import Placement
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from deployments.app import draft_config, target_config
 from deployments.config import ModelOptions, ServeConfig, parse_config
 from deployments.serve import APPLICATION, deploy, withdraw

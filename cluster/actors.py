@@ -5,16 +5,16 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import ray
 
 from cluster.draft import DraftReplica, DraftStats
-from cluster.drafters import DraftConfig, make_drafter
+from cluster.drafters import DraftConfig, LocalConfig, make_drafter, make_local
 from cluster.grpc_link import ClientLink, connect
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
@@ -22,16 +22,17 @@ from cluster.measures import Sample
 from cluster.placement import Placement
 from cluster.registry import DraftEntry, RegistryName
 from cluster.reports import DraftReport, Reporter, TargetReport
-from cluster.target import TargetReplica, TargetStats
+from cluster.target import TargetReplica
+from cluster.target_stats import TargetStats
 from cluster.trace import Span
-from cluster.warm import warm_up
-from engine.budget import Calibration, CostModel, GoodputWindow, Window
+from cluster.warm import warm_up, warm_up_drafter
+from engine.budget import CostModel
+from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
-from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
+from engine.window_choice import NamedWindows, WindowName, make_window
 
-WindowName = Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"]
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
@@ -56,19 +57,7 @@ class TargetConfig:
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
-
-
-def make_window(name: WindowName, size: int, cost: CostModel) -> Window:
-    """The window of this name."""
-    makers: dict[str, Callable[[], Window]] = {
-        "goodput": lambda: GoodputWindow(Calibration(), cost, max_nodes=size),
-        "chain": lambda: FixedChain(size),
-        "tree": lambda: FixedTree(size),
-        "heuristic": lambda: Heuristic(size),
-        "threshold": lambda: ConfidenceThreshold(size),
-        "bandit": lambda: Bandit(cost, size),
-    }
-    return makers[name]()
+    local: LocalConfig = field(default_factory=LocalConfig)  # the drafter in its own process
 
 
 class TargetActor:
@@ -87,18 +76,22 @@ class TargetActor:
         )
         cost = CostModel(runner.called_with)
         warm_up(runner, cost)
+        warm_up_drafter(RetrievalDrafter(Documents([[0, 0]])))  # for requests that come with documents
+        tokenizer = load_tokenizer(config.model)
         self._cost = cost
         self._registry = registry.open()
         self._replica = TargetReplica(
             runner,
             make_window(config.window, config.window_size, cost),
-            load_tokenizer(config.model),
+            tokenizer,
             placement,
             replica=index + 1,
             max_batch=config.max_batch,
             flush_s=config.flush_s,
             lookup=config.lookup,
             on_step=cost.observe,
+            local=make_local(config.local, runner, tokenizer),
+            named=NamedWindows(cost, config.window_size, config.window),
         )
         self._linked: dict[str, ClientLink] = {}  # by draft name
         self._speculate = True
@@ -129,7 +122,10 @@ class TargetActor:
 
         if request.params.grammar is not None:
             await asyncio.to_thread(self._replica.check_request, request)  # compiles it, which others need not wait for
-        self._replica.submit(request, sink)
+        if request.documents:
+            await asyncio.to_thread(self._replica.submit, request, sink)  # makes an index of them
+        else:
+            self._replica.submit(request, sink)
         finished = False
         try:
             while not finished:
@@ -149,7 +145,7 @@ class TargetActor:
         return self._replica.stats()
 
     async def set_window(self, name: WindowName, size: int) -> None:
-        """Another window from the next step on."""
+        """Another window from the next step on, for requests that name none."""
         self._replica.set_window(make_window(name, size, self._cost))
 
     async def set_speculation(self, on: bool) -> None:

@@ -5,7 +5,7 @@ OVERTAKING times; then nobody gets in before it. Preemption: the last admitted g
 queue. The oldest always stays, and any request alone fits, so there is always progress.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from itertools import count
 
 from cluster.intake import Intake, Running, Submitted
@@ -27,13 +27,18 @@ class Batch:
         make_sequence: Callable[[GenerationRequest], ElasticSequence],
         max_batch: int,
         prefill_tokens: int,
+        give_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        """prefill_tokens: in one step, over all sequences, so that those that decode keep their pace."""
+        """prefill_tokens: in one step, over all sequences, so that those that decode keep their pace.
+
+        give_way: gives back pages that no request holds; whether there were any.
+        """
         self._pool = pool
         self._intake = intake
         self._make_sequence = make_sequence
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
+        self._give_way = give_way
         self._turns = count()
         self.running: dict[str, Running] = {}  # by request id
         self.preempted = 0  # times a request gave up its pages to older ones, and waited again
@@ -99,11 +104,11 @@ class Batch:
             running.sequence.leave()
         return was_running
 
-    def check(self) -> None:
-        """Raises AssertionError when a page is held for nobody, or by somebody who waits."""
+    def check(self, others: Set[int] = frozenset()) -> None:
+        """Raises AssertionError when a page is held for nobody, or by somebody who waits. others: pages held elsewhere."""
         self._pool.check()
         held = {page for running in self.running.values() for page in running.sequence.lease.pages}
-        assert self._pool.used_pages == len(held), "pages are left behind"
+        assert self._pool.used_pages == len(held | others), "pages are left behind"
         for submitted in self._intake.in_line():
             waiting = submitted.running
             assert waiting is None or not waiting.sequence.lease.pages, "a waiting request holds pages"
@@ -123,11 +128,11 @@ class Batch:
         return spare >= short and self._trim()
 
     def _trim(self) -> bool:
-        """Takes from everybody what the next step doesn't need; whether there was any."""
+        """Takes from everybody what the next step doesn't need; whether there was any. Guesses need nothing."""
         generous = [running for running in self.running.values() if running.sequence.surplus > 0]
         for running in generous:
             running.sequence.trim()
-        return bool(generous)
+        return self._give_way() or bool(generous)
 
     def _preempt(self) -> Running:
         """The last admitted gives up its pages and waits, before all others."""

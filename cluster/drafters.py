@@ -1,26 +1,34 @@
-"""The drafter of a draft replica, from a configuration: which parts it has, what each is made of, and its warm-up."""
+"""Drafters from a configuration, a draft replica's and those local to a target: what they are made of; their warm-up."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
+from cluster.remote_drafter import RemoteDrafter
 from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
 from engine.checkpoint import ModelError
 from engine.choice import DrafterName, check_choice
 from engine.cpu import Weights
 from engine.drafters import Drafter
 from engine.drafters.cascade import CascadeDrafter
+from engine.drafters.early_exit import EarlyExitDrafter
+from engine.drafters.heads import HeadsDrafter, load_heads
+from engine.drafters.jacobi import JacobiDrafter
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.drafters.retrieval import Documents, RetrievalDrafter, load_documents
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
+from engine.local_choice import LocalName, check_local
 from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer
 
+_EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
 _DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
 
 
@@ -40,6 +48,7 @@ class DraftConfig:
     drafter: DrafterName = "auto"
     documents: Path | None = None  # a text file, or a folder of them
     tokenizer: Path | None = None  # folder with the target's; none: the model's own, which the target shares
+    inner: str | None = None  # "host:port" of the draft service that drafts for a cascade's model; none: lookup does
 
     @property
     def name(self) -> str:
@@ -90,10 +99,19 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
     )
     drafter: Drafter = ModelDrafter(runner, growing, own)
     if cascade:
-        drafter = CascadeDrafter(drafter, NgramDrafter())
+        drafter = CascadeDrafter(drafter, _inner(config, runner))
     if own is not None and targets is not None:
         drafter = OtherTokenizerDrafter(drafter, own, targets, length)
     return drafter
+
+
+def _inner(config: DraftConfig, runner: ModelRunner) -> Drafter:
+    """What drafts for a cascade's model: lookup, or another draft service, which may be a cascade itself."""
+    if config.inner is None:
+        return NgramDrafter()
+    remote = RemoteDrafter(runner.vocab_size)
+    remote.keep_linked(config.inner)
+    return remote
 
 
 def _tokenizer(config: DraftConfig) -> PreTrainedTokenizerFast:
@@ -115,3 +133,36 @@ def same_tokens(first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast)
     """Whether ids stand for the same text; special tokens aside, which variants of one model name as they like."""
     vocabularies = [each.backend_tokenizer.get_vocab(with_added_tokens=False) for each in (first, second)]
     return bool(vocabularies[0] == vocabularies[1])
+
+
+@dataclass(frozen=True, slots=True)
+class LocalConfig:
+    """The drafter in a target's own process. What each of them needs: see engine.local_choice."""
+
+    drafter: LocalName | None = None
+    heads: Path | None = None  # folder of what `paceline heads` trained
+    documents: Path | None = None  # a text file, or a folder of them
+
+
+def make_local(config: LocalConfig, target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> LocalDrafter | None:
+    """The drafter that a target's configuration names, if any, ready to run; raises ModelError."""
+    check_local(config.drafter, config.heads, config.documents)
+    if config.drafter is None:
+        return None
+    drafter = _local(config, config.drafter, target, tokenizer)
+    warm_up_drafter(drafter)
+    return LocalDrafter(drafter, _EARLY_EXIT_STEPS if config.drafter == "early-exit" else 1)
+
+
+def _local(config: LocalConfig, name: LocalName, target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> Drafter:
+    if name == "heads" and config.heads is not None:
+        return HeadsDrafter(target, load_heads(config.heads, target))
+    if name == "retrieval" and config.documents is not None:
+        return RetrievalDrafter(Documents(load_documents(config.documents, tokenizer)))
+    makers: dict[LocalName, Callable[[], Drafter]] = {
+        "early-exit": lambda: EarlyExitDrafter(target, tokenizer=tokenizer),
+        "jacobi": JacobiDrafter,
+        "suffix": SuffixDrafter,
+        "ngram": NgramDrafter,
+    }
+    return makers[name]()

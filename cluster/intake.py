@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, TokenLogprobs, require
 
@@ -26,6 +27,7 @@ class Submitted:
 
     request: GenerationRequest
     sink: Sink
+    documents: Documents | None = None  # those of the request, as an index
     overtaken: int = 0  # by how many that came later
     running: "Running | None" = None  # once the loop has looked at it
 
@@ -42,6 +44,11 @@ class Running:
     buffered: list[tuple[int, Origin]] = field(default_factory=list)  # what the client did not get yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
     flushed: float = 0.0  # seconds: when it last got something
+
+    @property
+    def window(self) -> str:
+        """What the request says of its window."""
+        return self.submitted.request.window
 
     def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
         """A chunk of everything buffered."""

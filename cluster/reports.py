@@ -9,7 +9,8 @@ from ray.util import metrics
 
 from cluster.draft import DraftStats
 from cluster.measures import MEASURES, Buckets, Sample
-from cluster.target import TargetReplica, TargetStats
+from cluster.target import TargetReplica
+from cluster.target_stats import TargetStats
 
 logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 1.0

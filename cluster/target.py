@@ -7,57 +7,35 @@ what was committed, hand out the tokens.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerFast
 
 from cluster.batch import Batch
 from cluster.intake import Intake, Running, Sink, Submitted
 from cluster.link import Link
+from cluster.linked import LinkedDrafts
 from cluster.loop import Loop
+from cluster.own_guesses import LocalDrafter, OwnGuesses
 from cluster.placement import Placement
 from cluster.target_state import TargetState
+from cluster.target_stats import Tally, TargetStats, rows_of
 from cluster.trace import Trace
+from cluster.windows import Windows
 from engine.budget import Patience, Window
+from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request
-from engine.types import Commit, Down, FinishReason, GenerationRequest, Growth, Origin, TokenChunk, Up, require
+from engine.types import Down, FinishReason, GenerationRequest, Origin, TokenChunk, Up, require
+from engine.window_choice import OFF, NamedWindows, check_window
 
 logger = logging.getLogger(__name__)
 TARGET_FAILED = (
     "the target failed"  # the error of every request when a target's loop ends: others could go on with them
 )
 _RENEW_EVERY_S = 5.0
-
-
-@dataclass
-class TargetStats:
-    """Since the replica started. Rates follow from these; they are defined in docs/ARCHITECTURE.md."""
-
-    running: int = 0  # now
-    waiting: int = 0  # now
-    drafts: int = 0  # linked now
-    requests: int = 0
-    preempted: int = 0  # times a request gave up its pages to older ones, and waited again
-    shared: int = 0  # tokens whose KV was known and not computed, after a preemption too
-    steps: int = 0  # that committed something for somebody
-    tokens: int = 0  # committed
-    sequence_steps: int = 0  # steps that committed, counted for each sequence
-    drafted: int = 0  # sequence steps that verified something
-    verified: int = 0  # draft tokens in steps
-    tried: int = 0  # of them, along the walked path
-    accepted: int = 0
-    expected: float = 0.0  # of them, what the window expected of its choices; near `accepted` when it is calibrated
-    hits: int = 0  # sequence steps at whose end the mirror held a child below the new root
-    empty: int = 0  # sequence steps of attached sessions that verified nothing
-    forward_s: float = 0.0  # in steps
-    wait_s: float = 0.0  # waiting for growth after a miss
-    active_s: float = 0.0  # with at least one decoding sequence
-    prefill_s: float = 0.0  # in steps that only prefilled
-    link: dict[str, int] = field(default_factory=dict)  # cluster.target_state.Counters
 
 
 class TargetReplica:
@@ -75,17 +53,22 @@ class TargetReplica:
         lookup: int = 0,
         prefill_tokens: int = 128,
         on_step: Callable[[int, float], None] | None = None,
+        local: LocalDrafter | None = None,
+        named: NamedWindows | None = None,
     ) -> None:
-        """window: what is verified. flush_s: tokens are handed out at most this often per request.
+        """window: what is verified where a request names nothing else; `named` makes the windows that requests name.
 
+        flush_s: tokens are handed out at most this often per request.
         lookup: tokens that are looked up in the text so far after each step, beside what drafts guess.
 
         prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
         on_step(rows, milliseconds): called after each step, for the cost model.
+        local: a drafter of the target's own, which nobody else may use; it runs between two steps.
         """
         self._runner = runner
-        self._stepper = Stepper(runner)
-        self._window = window
+        self._own = OwnGuesses(local)
+        self._stepper = Stepper(runner, states=self._own.reads_states)
+        self._windows = Windows(window, named or NamedWindows())
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._placement = placement or Placement()
         self._flush_s = flush_s
@@ -93,16 +76,15 @@ class TargetReplica:
         self._state = TargetState(runner.vocab_size, replica, lookup)
         self._speculates = True
         self._patience = Patience()
-        self._links: dict[int, Link[Down, Up]] = {}
-        self._next_draft = 0
         self._intake = Intake()
-        self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens)
+        self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens, self._own.give_way)
         self._running = self._batch.running
         self._next_renewal = time.monotonic() + _RENEW_EVERY_S
-        self._stats = TargetStats()
-        self._accepted = [0] * (MAX_WINDOW + 1)  # sequence steps by how many draft tokens they accepted
+        self._tally = Tally()
+        self._stats = self._tally.stats
         self.trace = Trace()
         self._loop = Loop("paceline-target", self._placement, _RENEW_EVERY_S, self._turn, self._end_all)
+        self._drafts = LinkedDrafts(self._state, self.trace, self._loop.wake)
         self._loop.start()
 
     # from any thread
@@ -110,15 +92,18 @@ class TargetReplica:
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Queues a request; `sink` gets its chunks on the loop's thread and must be quick.
 
+        An index is made of its documents first: some 0.4 us a token.
         Raises InvalidRequest, Overloaded or Closed.
         """
         self.check_request(request)
-        self._intake.submit(Submitted(request, sink))
+        documents = Documents(request.documents) if request.documents else None
+        self._intake.submit(Submitted(request, sink, documents))
         self._loop.do(self._admit)
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what can't be run. A grammar that was not seen before may take seconds."""
         check_request(request, self._runner, self._vocabulary)
+        check_window(request.window)
         total, room = len(request.prompt) + request.params.max_tokens, self._runner.pool.capacity - MAX_WINDOW - 1
         require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
 
@@ -128,11 +113,11 @@ class TargetReplica:
 
     def add_link(self, link: Link[Down, Up]) -> None:
         """A draft is there."""
-        self._loop.do(lambda: self._join(link))
+        self._loop.do(lambda: self._drafts.join(link))
 
     def set_window(self, window: Window) -> None:
-        """From the next step on."""
-        self._loop.do(lambda: setattr(self, "_window", window))
+        """Of requests that name none, from the next step on."""
+        self._loop.do(lambda: setattr(self._windows, "own", window))
 
     def set_speculation(self, on: bool) -> None:
         """Whether anything is verified, from the next step on."""
@@ -140,13 +125,13 @@ class TargetReplica:
 
     def stats(self) -> TargetStats:
         """A snapshot."""
-        now = {"running": len(self._running), "waiting": len(self._intake.waiting), "drafts": len(self._links)}
+        now = {"running": len(self._running), "waiting": len(self._intake.waiting), "drafts": len(self._drafts)}
         kept = {"preempted": self._batch.preempted, "shared": self._batch.shared}
         return TargetStats(**{**asdict(self._stats), **now, **kept, "link": asdict(self._state.counters)})
 
     def accepted_at(self) -> list[int]:
         """At index i, in how many sequence steps the draft token i of the path was accepted, and those before it."""
-        return list(accumulate(reversed(self._accepted[1:])))[::-1]
+        return self._tally.accepted_at()
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -181,7 +166,7 @@ class TargetReplica:
         started = time.monotonic()
         self._take_in()
         if not self._running:
-            self._send()
+            self._drafts.send()
             return False
         self._step(started)
         return True
@@ -192,18 +177,20 @@ class TargetReplica:
                 self._end(submitted, "cancelled")
             else:  # what failed stands in the log: it is nothing for clients
                 self._end(submitted, "error", TARGET_FAILED)
-        for link in self._links.values():
-            link.close()
+        self._drafts.close()
 
     def _audit(self) -> None:
-        self._batch.check()
+        self._batch.check(self._own.pages)
         self._state.check()
+        self._own.check({running.session for running in self._running.values()})
         assert self._state.sessions == len(self._running), "a session is left behind"
         for running in self._running.values():
             assert self._state.tokens(running.session) == running.sequence.tokens, "a session has other tokens"
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""
+        if self._speculates:
+            self._own.hang(self._state.mirror)
         waited_s = self._wait_on_miss()
         plans = self._plan()
         forward_started = time.monotonic()
@@ -214,10 +201,10 @@ class TargetReplica:
             return
         forward_s = time.monotonic() - forward_started
         self._account(plans, outcomes, forward_s, forward_started)
-        self._receive()  # what grew during the step, before the roots move
+        self._drafts.receive()  # what grew during the step, before the roots move
         for plan, outcome in zip(plans, outcomes, strict=True):
             self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
-        self._send()
+        self._drafts.send()
         if any(outcome.tokens for outcome in outcomes):
             step_s = time.monotonic() - started
             self._stats.active_s += step_s
@@ -229,9 +216,9 @@ class TargetReplica:
         prefills = self._batch.prefills()
         speculating = [running for running in self._running.values() if self._can_speculate(running)]
         trees = [self._state.mirror(running.session) for running in speculating]
-        chosen = dict(zip((running.session for running in speculating), self._window.choose(trees), strict=True))
-        choice = self._window.explain() if trees else None
-        self._stats.expected += choice.accepted if choice is not None else 0.0
+        choices, expected = self._windows.choose([running.window for running in speculating], trees)
+        chosen = dict(zip((running.session for running in speculating), choices, strict=True))
+        self._stats.expected += expected
         for request_id, running in self._running.items():
             if running.sequence.prefilling:
                 if request_id in prefills:
@@ -243,7 +230,8 @@ class TargetReplica:
         return plans
 
     def _can_speculate(self, running: Running) -> bool:
-        return self._speculates and not running.sequence.prefilling and self._state.hit(running.session)
+        speculates = self._speculates and running.window != OFF
+        return speculates and not running.sequence.prefilling and self._state.hit(running.session)
 
     def _wait_on_miss(self) -> float:
         """Waits a bounded time for growth when every sequence missed: one's miss never holds up another's hit.
@@ -265,7 +253,7 @@ class TargetReplica:
         arrived = False
         while not arrived and (left := started + limit_s - time.monotonic()) > 0:
             self._loop.listen()
-            self._receive()
+            self._drafts.receive()
             arrived = any(self._state.hit(running.session) for running in missed)
             if not arrived and (self._loop.asked or not self._loop.pause(left)):
                 break
@@ -276,25 +264,11 @@ class TargetReplica:
         return waited
 
     def _account(self, plans: list[Plan], outcomes: list[Outcome], forward_s: float, started: float) -> None:
-        """Everything that learns from a step, and the statistics."""
-        rows = sum(1 + (len(plan.nodes) if plan.nodes is not None else 0) for plan in plans)
+        """What a step is remembered by: the trace, the statistics, the cost of its rows."""
+        rows = rows_of(plans)
         self.trace.add("target step", started, rows)
-        decoding = [outcome for outcome in outcomes if outcome.tokens]
-        if not decoding:
-            self._stats.prefill_s += forward_s
-            return
-        tokens = sum(len(outcome.tokens) for outcome in decoding)
-        accepted = sum(outcome.accepted for outcome in decoding)
-        self._stats.steps += 1
-        self._stats.sequence_steps += len(decoding)
-        self._stats.forward_s += forward_s
-        self._stats.tokens += tokens
-        self._stats.accepted += accepted
-        self._stats.tried += sum(outcome.tried for outcome in decoding)
-        for outcome in decoding:
-            self._accepted[outcome.accepted] += 1
-        self._stats.verified += rows - len(plans)
-        if len(decoding) == len(outcomes) and self._on_step is not None:
+        self._tally.step(plans, outcomes, forward_s)
+        if self._on_step is not None and outcomes and all(outcome.tokens for outcome in outcomes):
             self._on_step(rows, 1000 * forward_s)
 
     def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float) -> None:
@@ -311,10 +285,12 @@ class TargetReplica:
             return
         verified = plan.nodes is not None and len(plan.nodes) > 0
         if verified and plan.tree is not None and plan.nodes is not None:
-            self._window.observe(plan.tree, plan.nodes, outcome.path)
+            self._windows.observe(running.window, plan.tree, plan.nodes, outcome.path)
         self._stats.drafted += verified
         self._stats.empty += not verified and self._state.attached(running.session)
         if outcome.tokens:
+            if running.window != OFF:
+                self._own.committed(running.session, plan, outcome)
             self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
         origins: list[Origin] = ["draft" if i < outcome.accepted else "target" for i in range(len(outcome.tokens))]
         running.buffered += zip(outcome.tokens, origins, strict=True)
@@ -329,7 +305,7 @@ class TargetReplica:
 
     def _take_in(self) -> None:
         """What the drafts said since the last step; pages for the next one; and the waiting requests that fit now."""
-        self._receive()
+        self._drafts.receive()
         if time.monotonic() > self._next_renewal:
             self._next_renewal = time.monotonic() + _RENEW_EVERY_S
             self._state.renewal_due()
@@ -350,15 +326,22 @@ class TargetReplica:
         self._stats.requests += not running.started
         running.started = True
         request = submitted.request
-        running.session = self._state.session_opened(sequence.tokens, request.params, len(request.prompt))
+        alone = running.window == OFF
+        running.session = self._state.session_opened(sequence.tokens, request.params, len(request.prompt), alone)
+        if submitted.documents is not None and not alone:
+            self._own.ground(running.session, sequence.tokens, request.params, submitted.documents)
         if sequence.finish_reason is not None:  # the resumed output ended already
             self._end(submitted, sequence.finish_reason)
 
     def _pause(self, running: Running) -> None:
         """A request was preempted: its client gets what there is, its draft forgets it."""
-        self._state.session_closed(running.session)
+        self._close_session(running)
         if running.buffered:
             self._hand_out(running)
+
+    def _close_session(self, running: Running) -> None:
+        self._state.session_closed(running.session)
+        self._own.close(running.session)
 
     def _hand_out(self, running: Running) -> None:
         running.flushed = time.monotonic()
@@ -376,38 +359,6 @@ class TargetReplica:
         running = submitted.running
         if running is not None:
             if self._batch.leave(running):
-                self._state.session_closed(running.session)
+                self._close_session(running)
             last = running.flush(reason, error)
         self._intake.end(submitted, last)
-
-    # drafts
-
-    def _join(self, link: Link[Down, Up]) -> None:
-        draft = self._next_draft
-        self._next_draft += 1
-        self._links[draft] = link
-        link.set_notify(self._loop.wake)
-        self._state.draft_joined(draft)
-        self._send()
-
-    def _receive(self) -> None:
-        for draft, link in list(self._links.items()):
-            alive = link.alive
-            messages = link.receive()
-            if messages:
-                started = time.monotonic()
-                for message in messages:
-                    self._state.received(draft, message)
-                nodes = sum(len(message.tokens) for message in messages if isinstance(message, Growth))
-                self.trace.add("growth", started, nodes)
-            if not alive:
-                del self._links[draft]
-                self._state.draft_left(draft)
-
-    def _send(self) -> None:
-        for draft, messages in self._state.take_messages().items():
-            started = time.monotonic()
-            self._links[draft].send(messages)
-            commits = sum(isinstance(message, Commit) for message in messages)
-            if commits:
-                self.trace.add("commit", started, commits)

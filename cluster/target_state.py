@@ -37,6 +37,7 @@ class _Session:
     chain: HandleChain
     mirror: TokenTree
     lookup: Lookup
+    alone: bool  # nobody guesses for it
     draft: int | None = None
 
 
@@ -62,7 +63,7 @@ class TargetState:
         """A draft can take sessions; those without one go to it."""
         self._drafts[draft] = []
         for session, held in self._sessions.items():
-            if held.draft is None:
+            if held.draft is None and not held.alone:
                 self._attach(session, held)
                 self.counters.reattached += 1
 
@@ -76,17 +77,23 @@ class TargetState:
             self._attach(session, held)
             self.counters.reattached += held.draft is not None
 
-    def session_opened(self, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> int:
-        """A sequence starts whose first `prompt` tokens, or all, are its prompt; the new session's id."""
+    def session_opened(
+        self, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None, alone: bool = False
+    ) -> int:
+        """A sequence starts whose first `prompt` tokens, or all, are its prompt; the new session's id.
+
+        alone: no draft gets it, and nothing is looked up.
+        """
         session = self._next_session
         self._next_session += 1
         prompt = len(tokens) if prompt is None else prompt
         mirror = TokenTree(tokens[-1], MIRROR_NODES)
-        lookup = Lookup(tokens, params.temperature == 0, self._earned, self._lookup)
+        lookup = Lookup(tokens, params.temperature == 0, self._earned, 0 if alone else self._lookup)
         lookup.hang(mirror)
-        held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup)
+        held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup, alone)
         self._sessions[session] = held
-        self._attach(session, held)
+        if not alone:
+            self._attach(session, held)
         return session
 
     def tokens_committed(self, session: int, tokens: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from cluster.actors import TargetConfig
-from cluster.drafters import DraftConfig
+from cluster.drafters import DraftConfig, LocalConfig
 from cluster.placement import Placement
 from cluster.registry import RegistryName
 from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions, check_config
@@ -100,6 +100,7 @@ def target_config(name: str, options: TargetOptions) -> TargetConfig:
         options.flush_s,
         options.compile,
         name,
+        LocalConfig(options.drafter, options.heads, options.documents),
     )
 
 

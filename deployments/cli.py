@@ -14,7 +14,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from engine.checkpoint import ModelError, check_checkpoint, context_length
-from engine.choice import DrafterName
+from engine.choice import DrafterName, check_documents
+from engine.local_choice import LocalName, check_heads, check_local
 from engine.types import Grammar, InvalidRequest, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -149,6 +150,32 @@ def generate(
             help="pipelined: two actors that work at the same time; sequential: one process, in turns; plain: no draft",
         ),
     ] = "pipelined",
+    local: Annotated[
+        LocalName | None,
+        typer.Option(
+            metavar="NAME",
+            help="what guesses in the target's own process, beside the draft: heads, early-exit, jacobi, suffix, ngram, "
+            "retrieval",
+            rich_help_panel=GUESSING,
+        ),
+    ] = None,
+    heads: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="what 'paceline heads' wrote, for heads", rich_help_panel=GUESSING),
+    ] = None,
+    documents: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="a text file, or a folder of them, for retrieval", rich_help_panel=GUESSING),
+    ] = None,
+    window: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="what is verified in a step: goodput, heuristic, threshold, bandit, chain:N, tree:N or off",
+            show_default="goodput",
+            rich_help_panel=GUESSING,
+        ),
+    ] = "",
     invariant: InvariantOption = False,
     stats: Annotated[bool, typer.Option("--stats", help="print speed and acceptance to standard error")] = False,
 ) -> None:
@@ -165,6 +192,8 @@ def generate(
       paceline generate 'def add(' --stop $'\n\n' --max-tokens 64
 
       paceline generate 'config = ' --regex '[a-z]+ = [0-9]{1,3}'
+
+      paceline generate 'import os' --local heads --heads models/code-target-heads --stats
     """
     with one_line_errors():
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -172,6 +201,9 @@ def generate(
         grammar = chosen_grammar(json_object, json_schema, regex)
         pair_draft = draft if mode != "plain" else None
         context = check_models(target, pair_draft)
+        require(not window or mode == "pipelined", "window", "only in pipelined mode")
+        check_own_drafter(mode, target, local, heads, documents)
+        from cluster.drafters import LocalConfig
         from deployments.fields import GenerationFields, TextModel, make_requests, validated
         from deployments.generate import Pair, print_text
         from engine.text import load_tokenizer
@@ -191,12 +223,19 @@ def generate(
             "frequency_penalty": frequency_penalty,
             "bad_words": bad_word,
             "grammar": grammar,
+            "window": window,
         }
         tokenizer = load_tokenizer(target)
         model = TextModel(tokenizer=tokenizer, context=context, vocab_size=check_checkpoint(target)["vocab_size"])
         (request,) = make_requests(validated(GenerationFields, fields), model, "paceline-generate", trusted=True)
     with runtime_errors():
-        print_text(request, Pair(target, pair_draft, dtype, invariant), mode, tokenizer, stats)
+        print_text(
+            request,
+            Pair(target, pair_draft, dtype, invariant, LocalConfig(local, heads, documents)),
+            mode,
+            tokenizer,
+            stats,
+        )
 
 
 @app.command()
@@ -303,7 +342,20 @@ def draft(
             rich_help_panel=GUESSING,
         ),
     ] = None,
+    inner: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="another draft service, which drafts for the model of cascade; it may be a cascade itself",
+            show_default="lookup",
+            rich_help_panel=GUESSING,
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
+    weights: Annotated[
+        Literal["auto", "int8"],
+        typer.Option(metavar="KIND", help="auto, or int8: large layers rounded to 8 bits, on CPUs; the guesses change"),
+    ] = "auto",
     kv_tokens: Annotated[int, typer.Option(min=256, help="tokens whose KV is kept, all sessions together")] = 65536,
     threads: Annotated[int, typer.Option(min=1, help="of the model's arithmetic on CPUs")] = 1,
     gpu: Annotated[bool, typer.Option("--gpu", help="on the first GPU")] = False,
@@ -318,7 +370,7 @@ def draft(
 
       model      the model alone
 
-      cascade    the model, for which lookup drafts
+      cascade    the model, for which lookup drafts, or another draft service
 
       ngram      no model: what followed the last few tokens earlier in the text
 
@@ -334,6 +386,8 @@ def draft(
 
       paceline draft --drafter retrieval --documents docs --tokenizer TARGET
 
+      paceline draft --drafter cascade --model MIDDLE --inner 127.0.0.1:9101
+
       PACELINE_DRAFT=127.0.0.1:9100 vllm serve TARGET --speculative-config '{"method": "custom_class", ...}'
     """
     from cluster.link import LinkError
@@ -343,7 +397,7 @@ def draft(
         host, port = parse_address(listen)
         bundled = MODELS / "code-draft" if drafter in ("auto", "model", "cascade") else None
         options = DraftOptions(
-            model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu
+            model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu, weights, inner
         )
         check_options(options)
     with runtime_errors(LinkError, DraftFailed):
@@ -592,6 +646,18 @@ def check_models(target: Path, draft: Path | None) -> int:
         if sizes[0] != sizes[1]:
             raise ModelError(f"vocabularies differ: {sizes[0]} tokens in {target}, {sizes[1]} in {draft}")
     return context_length(values)
+
+
+def check_own_drafter(
+    mode: Mode, target: Path, local: LocalName | None, heads: Path | None, documents: Path | None
+) -> None:
+    """What can be told of a target's own drafter before anything loads; raises InvalidRequest or ModelError."""
+    require(local is None or mode == "pipelined", "local", "only in pipelined mode")
+    check_local(local, heads, documents)
+    if heads is not None:
+        check_heads(heads, check_checkpoint(target).get("hidden_size"), target)
+    if documents is not None:
+        check_documents(documents)
 
 
 @contextmanager

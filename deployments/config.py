@@ -23,6 +23,7 @@ from pydantic import (
 from deployments.keys import hidden
 from engine.checkpoint import ModelError, check_checkpoint
 from engine.choice import DrafterName, check_choice, check_documents
+from engine.local_choice import LocalName, check_heads, check_local
 
 BUILDER = "deployments.app:build"  # what Serve imports
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -124,10 +125,22 @@ class TargetOptions(_Settings):
     window: Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"] = "goodput"
     window_size: int = Field(31, ge=1, le=512, description="draft tokens verified per step: at most, or exactly")
     lookup: int = Field(8, ge=0, le=64, description="tokens looked up in the text after each step; 0: none")
+    drafter: LocalName | None = Field(
+        None,
+        description="what guesses in the target's own process, beside its draft and lookup: heads; early-exit, its first "
+        "layers; jacobi, its choices behind wrong guesses; ngram, suffix, retrieval: as of the draft",
+    )
+    heads: Folder | None = Field(None, description="folder of what 'paceline heads' trained, for heads")
+    documents: File | None = Field(None, description="text file, or folder of them, for retrieval")
     flush_s: Seconds = Field(0.05, description="tokens are handed out at most this often, per request")
     compile: bool = Field(False, description="the model, by torch.compile")
     replicas: Resources = Resources()
     scaling: TargetScaling = TargetScaling()
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        check_local(self.drafter, self.heads, self.documents)
+        return self
 
 
 class DraftOptions(_Settings):
@@ -339,6 +352,7 @@ def check_config(config: ServeConfig) -> None:
         target = _check_model(f"{where}.target.checkpoint", model.target.checkpoint)
         if not (model.target.checkpoint / "tokenizer.json").is_file():
             raise ConfigError(f"{where}.target.checkpoint: {model.target.checkpoint} has no tokenizer.json")
+        _check_local(f"{where}.target", model.target, target.get("hidden_size"))
         if model.draft is not None:
             _check_draft(f"{where}.draft", model.draft, target["vocab_size"])
     files = {"tls_certificate": config.http.tls_certificate, "tls_key": config.http.tls_key}
@@ -365,11 +379,25 @@ def _check_draft(where: str, draft: DraftOptions, target_size: int) -> None:
                 f"{where}: vocabularies differ: {target_size} tokens in the target, {size} here, "
                 "and without a tokenizer.json here none can be translated"
             )
-    if draft.documents is not None:
+    _check_documents(f"{where}.documents", draft.documents)
+
+
+def _check_local(where: str, target: TargetOptions, hidden_size: int | None) -> None:
+    """What guesses in the target's own process."""
+    _check_documents(f"{where}.documents", target.documents)
+    if target.heads is not None:
         try:
-            check_documents(draft.documents)
+            check_heads(target.heads, hidden_size, target.checkpoint)
         except ModelError as error:
-            raise ConfigError(f"{where}.documents: {error}") from None
+            raise ConfigError(f"{where}.heads: {error}") from None
+
+
+def _check_documents(where: str, documents: Path | None) -> None:
+    if documents is not None:
+        try:
+            check_documents(documents)
+        except ModelError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
 
 def _our_arguments(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster
 from cluster.placement import Placement, place
 from cluster.sequential import SequentialActor, Timed
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from cluster.trace import Span
 from deployments import demo_view as view
 from deployments.figures import Figures

@@ -14,6 +14,7 @@ from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
 from engine.checkpoint import ModelError, check_checkpoint
 from engine.choice import DrafterName, check_choice, check_documents
+from engine.cpu import Weights
 from engine.runner import Dtype
 
 _LOOK_EVERY_S = 1.0
@@ -37,6 +38,8 @@ class DraftOptions:
     kv_tokens: int = 65536
     threads: int = 1
     gpu: bool = False
+    weights: Weights = "auto"
+    inner: str | None = None  # "host:port" of another draft service, which drafts for a cascade's model
 
     @property
     def config(self) -> DraftConfig:
@@ -48,14 +51,22 @@ class DraftOptions:
             drafter=self.drafter,
             documents=self.documents,
             tokenizer=self.tokenizer,
+            weights=self.weights,
+            inner=self.inner,
         )
 
 
 def check_options(options: DraftOptions) -> None:
-    """What can be told without loading anything; raises ModelError."""
+    """What can be told without loading anything; raises ModelError, or ValueError for an address."""
+    if options.inner is not None:
+        parse_address(options.inner, "--inner")
+        if options.drafter != "cascade":
+            raise ModelError("--inner: only the drafter cascade has one inside")
     check_choice(options.drafter, options.model, options.documents)
     if options.model is not None:
         check_checkpoint(options.model)
+    if options.weights == "int8" and (options.model is None or options.gpu):
+        raise ModelError(f"--weights int8: {'only on CPUs' if options.gpu else 'there is no model'}")
     if options.tokenizer is not None and not (options.tokenizer / "tokenizer.json").is_file():
         raise ModelError(f"--tokenizer: {options.tokenizer} has no tokenizer.json")
     if options.documents is not None:
@@ -65,11 +76,11 @@ def check_options(options: DraftOptions) -> None:
             raise ModelError("--documents are read in the target's tokens: name its folder by --tokenizer")
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_address(text: str, option: str = "--listen") -> tuple[str, int]:
     """(host, port) of "host:port"; port 0 takes any. Raises ValueError."""
     host, separator, port = text.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--listen: {text!r} is not HOST:PORT")
+        raise ValueError(f"{option}: {text!r} is not HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

@@ -16,10 +16,14 @@ from engine.noise import derive_seed
 from engine.processors import check_known
 from engine.text import word_tokens
 from engine.types import MAX_BAD_WORDS, GenerationRequest, Grammar, InvalidRequest, SamplingParams, require
+from engine.window_choice import check_window
 
 MAX_SAMPLES = 8
 MAX_STOP_CHARACTERS = 1000  # of one stop string
 MAX_WORD_CHARACTERS = 1000  # of one bad word
+MAX_DOCUMENTS = 32  # of a request
+MAX_DOCUMENT_CHARACTERS = 2**18  # of all of them together
+MAX_DOCUMENT_TOKENS = 2**16  # likewise
 _DRAWN_SEEDS = 2**53  # seeds drawn here stay exact in clients that read numbers as doubles
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -121,6 +125,8 @@ class GenerationFields(Sampling):
     max_tokens: Int | None = None  # None: as many as the context has room for
     logprobs: Int | None = None  # report each token's log probability, and of so many likeliest ones
     grammar: Grammar | None = None
+    window: Text = ""  # what is verified in a step; none: what the model's configuration says
+    documents: tuple[Text, ...] = ()  # texts that the output may quote, which the prompt doesn't hold
 
 
 def validated(kind: type[Model], values: Any) -> Model:
@@ -164,6 +170,19 @@ def prompt_tokens(prompt: str | tuple[int, ...], model: TextModel) -> tuple[int,
     return tokens
 
 
+def document_tokens(documents: tuple[str, ...], model: TextModel) -> tuple[tuple[int, ...], ...]:
+    """The token ids of a request's documents, the empty ones left out. Raises InvalidRequest for too much of them."""
+    require(len(documents) <= MAX_DOCUMENTS, "documents", f"at most {MAX_DOCUMENTS}")
+    characters = sum(len(text) for text in documents)
+    limit = f"they may have {MAX_DOCUMENT_CHARACTERS} and {MAX_DOCUMENT_TOKENS} tokens"
+    require(characters <= MAX_DOCUMENT_CHARACTERS, "documents", f"have {characters} characters together; {limit}")
+    read = model.tokenizer.backend_tokenizer.encode
+    tokens = [tuple(read(text, add_special_tokens=False).ids) for text in documents]
+    count = sum(len(ids) for ids in tokens)
+    require(count <= MAX_DOCUMENT_TOKENS, "documents", f"have {count} tokens together; at most {MAX_DOCUMENT_TOKENS}")
+    return tuple(ids for ids in tokens if ids)
+
+
 def draw_seed() -> int:
     """A seed at random."""
     return secrets.randbelow(_DRAWN_SEEDS)
@@ -184,13 +203,18 @@ def make_requests(
         raise ContextExceeded("max_tokens", f"{total}; the model's context is {model.context}")
     seed = draw_seed() if fields.seed is None else fields.seed
     params = _params(fields, model.tokenizer, limit, seed)
+    check_window(fields.window)
+    documents = document_tokens(fields.documents, model)
     require(all(token >= 0 for token in params.stop_token_ids), "stop_token_ids", "token ids must not be negative")
     check_known(params, model.vocab_size)
     if params.grammar is not None:
         _check_grammar(params.grammar, model, trusted)
     samples = [replace(params, seed=derive_seed(seed, sample)) for sample in range(fields.n)]
     return [
-        GenerationRequest(f"{request_id}-{sample}", prompt, params, salt=salt) for sample, params in enumerate(samples)
+        GenerationRequest(
+            f"{request_id}-{sample}", prompt, params, salt=salt, window=fields.window, documents=documents
+        )
+        for sample, params in enumerate(samples)
     ]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 
 _Number = TypeVar("_Number", int, float)
 

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from cluster.actors import TargetConfig
-from cluster.drafters import DraftConfig
+from cluster.drafters import DraftConfig, LocalConfig
 from cluster.local import LocalCluster
 from cluster.placement import place
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from deployments.figures import Figures
 from engine.decode import Speculation, decode_steps
 from engine.drafters.model import Growing, ModelDrafter
@@ -45,6 +45,7 @@ class Pair:
     draft: Path | None  # None in plain mode
     dtype: Dtype = "auto"
     invariant: bool = False
+    local: LocalConfig = field(default_factory=LocalConfig)  # in pipelined mode
 
 
 class Engine(Protocol):
@@ -70,7 +71,7 @@ class TwoActors:
     """Target and draft as two Ray actors on this machine."""
 
     def __init__(self, pair: Pair, progress: Progress) -> None:
-        target = TargetConfig(pair.target, pair.dtype, pair.invariant)
+        target = TargetConfig(pair.target, pair.dtype, pair.invariant, local=pair.local)
         self._cluster = LocalCluster(target, DraftConfig(pair.draft, pair.dtype), progress=progress)
 
     def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:

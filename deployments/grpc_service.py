@@ -56,7 +56,7 @@ _GRAMMARS: dict[int, GrammarKind] = {
 # Fields that are the same in both, absent or not.
 _OPTIONAL = (
     *("n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "min_tokens", "logprobs"),
+    *("frequency_penalty", "min_tokens", "logprobs", "window"),
 )
 
 
@@ -146,7 +146,7 @@ def fields_of(message: pb.GenerateRequest) -> GenerationFields:
     require(which is not None, "prompt", "must be text or tokens")
     values: dict[str, Any] = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     prompt = message.text if which == "text" else tuple(message.tokens.ids)
-    lists = {"stop": tuple(message.stop), "bad_words": tuple(message.bad_words)}
+    lists = {name: tuple(getattr(message, name)) for name in ("stop", "bad_words", "documents")}
     ids = {"stop_token_ids": tuple(message.stop_token_ids), "logit_bias": dict(message.logit_bias)}
     values |= {"prompt": prompt, "model": message.model or None, "ignore_eos": message.ignore_eos, **lists, **ids}
     return validated(GenerationFields, {**values, "grammar": _grammar(message.response_format)})

@@ -33,6 +33,9 @@ from engine.types import GenerationRequest, InvalidRequest, require
 Ready = Callable[[], bool | Awaitable[bool]]
 BODIES = (openai.CompletionRequest, openai.ChatRequest, openai.TokenizeRequest, openai.DetokenizeRequest)
 _CLIENT_GONE = 499
+_OURS = {
+    name: f"paceline.{name}" for name in ("window", "documents")
+}  # fields of ours, by the names that the client knows
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
         body, model = await self._asked(request, openai.CompletionRequest)
-        with _named({"grammar": "response_format"}):
+        with _named({"grammar": "response_format", **_OURS}):
             job, echo = await asyncio.to_thread(_completion_job, body, model, request.state.salt)
         return await self._answer(request, body, CompletionAnswer(job, self._texts_of(model), echo))
 
@@ -96,7 +99,9 @@ class Api:
         body, model = await self._asked(request, openai.ChatRequest)
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         grammar = "response_format" if body.tool_choice in ("none", "auto") else "tools"
-        with _named({"prompt": "messages", "logprobs": "top_logprobs", "grammar": grammar, "max_tokens": limit}):
+        with _named(
+            {"prompt": "messages", "logprobs": "top_logprobs", "grammar": grammar, "max_tokens": limit, **_OURS}
+        ):
             job = await asyncio.to_thread(_chat_job, body, model, request.state.salt)
         readers = [_reader(body) for _ in job.requests]
         return await self._answer(request, body, ChatAnswer(job, self._texts_of(model), readers))
@@ -170,9 +175,10 @@ def _named(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(names.get(error.param, error.param), error.message) from None
 
 
-def _fields(body: Sampling, **given: Any) -> GenerationFields:
+def _fields(body: openai.CompletionRequest | openai.ChatRequest, **given: Any) -> GenerationFields:
     sampling = {name: getattr(body, name) for name in Sampling.model_fields}
-    return validated(GenerationFields, {**sampling, **given})
+    ours = {"window": body.paceline.window, "documents": body.paceline.documents}
+    return validated(GenerationFields, {**sampling, **ours, **given})
 
 
 def _job(

@@ -28,6 +28,8 @@ class PacelineOptions(NullsAreAbsent):
 
     stats: Flag = False  # answer with the seed used, and with what speculation did
     timeout_s: Annotated[Number, Field(gt=0)] | None = None  # when shorter than the server's own
+    documents: tuple[Text, ...] = ()  # texts that the output may quote; with one prompt
+    window: Text = ""  # what is verified in a step; none: what the model's configuration says
 
 
 class JsonSchemaFormat(NullsAreAbsent):
@@ -127,6 +129,7 @@ class CompletionRequest(_Request):
     def check(self) -> None:
         """See _Request."""
         super().check()
+        require(len(self.prompt) == 1 or not self.paceline.documents, "paceline.documents", "only with one prompt")
         require(not (self.echo and self.logprobs is not None), "echo", "has no log probabilities of the prompt")
 
 

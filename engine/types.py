@@ -123,6 +123,8 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     resume_tokens: tuple[int, ...] = ()  # output the client already holds: generation goes on behind it
     salt: bytes = b""  # of the tenant: KV is shared among requests with the same one; set by the server
+    window: str = ""  # what is verified, as engine.window_choice names it; none: the target's own window
+    documents: tuple[tuple[int, ...], ...] = ()  # token ids of texts that the output may quote: they ground its drafts
 
 
 @dataclass(frozen=True, slots=True)

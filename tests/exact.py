@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain as chained
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from cluster.draft import DraftReplica
+from cluster.drafters import LocalConfig, make_local
 from cluster.faulty_link import FaultyLink
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
@@ -310,6 +312,14 @@ def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tok
 
 
 WINDOWS: dict[str, Callable[[], Window]] = {"chain": lambda: FixedChain(5), "tree": goodput}
+LOCALS = {  # drafters in the target's own process
+    "heads": LocalConfig("heads", heads=HEADS),
+    "early-exit": LocalConfig("early-exit"),
+    "jacobi": LocalConfig("jacobi"),
+    "suffix": LocalConfig("suffix"),
+    "ngram": LocalConfig("ngram"),
+    "retrieval": LocalConfig("retrieval", documents=PROMPTS),
+}
 Ends = tuple[Link[Down, Up], Link[Up, Down]]
 
 
@@ -370,6 +380,34 @@ def pipeline_matrix(
     assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
+def local_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Result]:
+    """Target replicas that guess by themselves, alone and with a draft replica, against plain decoding in one process."""
+    tokenizer = load_tokenizer(TARGET)
+    for temperature in TEMPERATURES:
+        requests = make_requests(prompts, temperature, tokens)
+        plain = [generation.tokens for generation in run(runner, requests, batch=1)]
+        for name, config in LOCALS.items():
+            for batch, drafts in ((1, 0), (8, 0), (8, 1)):
+                local = make_local(config, runner, tokenizer)
+                target = TargetReplica(runner, goodput(), max_batch=batch, lookup=8, local=local)
+                drafting = DraftReplica(ModelDrafter(draft))
+                if drafts:
+                    down, up = memory_link()
+                    drafting.add_link(up)
+                    target.add_link(down)
+                generations = serve(target, requests)
+                guessed = sum(generation.accepted for generation in generations) / sum(map(len, plain))
+                assert target.wait_idle(60.0)
+                target.check()
+                target.close()
+                drafting.close()
+                case = (
+                    f"T={temperature} local {name} batch={batch} drafts={drafts}, {guessed:.0%} of the tokens guessed"
+                )
+                yield case, list(differences(generations, plain))
+    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
+
+
 def main() -> int:
     """Exits with 1 when an output is wrong."""
     from tests.served import served_matrix  # it imports this file, which tests import that need no Ray
@@ -387,7 +425,9 @@ def main() -> int:
     prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
     parts: dict[str, Callable[[], Iterator[Result]]] = {
         "engine": lambda: engine_matrix(runner, draft, prompts, tokens),
-        "pipeline": lambda: pipeline_matrix(runner, draft, prompts, tokens),
+        "pipeline": lambda: chained(
+            pipeline_matrix(runner, draft, prompts, tokens), local_matrix(runner, draft, prompts, tokens)
+        ),
         "served": lambda: served_matrix(runner, load_prompts(arguments.count), tokens),
     }
     failed = False

@@ -21,7 +21,8 @@ from cluster.actors import TargetActor, TargetConfig, works
 from cluster.draft import DraftReplica, DraftStats
 from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster
-from cluster.target import TargetReplica, TargetStats
+from cluster.target import TargetReplica
+from cluster.target_stats import TargetStats
 from engine.decode import decode
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, InvalidRequest, TokenChunk

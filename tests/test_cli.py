@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import engine.train
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from cluster.trace import Kind, Span
 from deployments import cli, demo_view, timeline
 from deployments.demo import Results
@@ -87,6 +87,10 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty"),
         (["generate", "x", "--regex", "[a-z"], "the regex can't be used"),
         (["generate", "x", "--regex", "a", "--json"], "only one of"),
+        (["generate", "x", "--window", "wide"], "--window: must be goodput"),
+        (["generate", "x", "--window", "off", "--mode", "plain"], "--window: only in pipelined mode"),
+        (["generate", "x", "--local", "heads"], "the drafter heads needs heads"),
+        (["generate", "x", "--local", "jacobi", "--mode", "plain"], "--local: only in pipelined mode"),
         (["generate", "x", "--json-schema", "no/such/file"], "no/such/file"),
         (["generate", "x", "--mode", "fast"], "--mode"),
         (["generate", "x", "--dtype", "int8"], "--dtype"),
@@ -107,6 +111,11 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["draft", "--drafter", "retrieval", "--documents", __file__], "name its folder by --tokenizer"),
         (["draft", "--tokenizer", "no/such/folder"], "--tokenizer: no/such/folder has no tokenizer.json"),
         (["draft", "--model", "no/such/folder"], "no model at no/such/folder"),
+        (["draft", "--weights", "int4"], "--weights"),
+        (["draft", "--inner", "localhost:1"], "--inner: only the drafter cascade has one inside"),
+        (["draft", "--drafter", "cascade", "--inner", "localhost"], "--inner: 'localhost' is not HOST:PORT"),
+        (["draft", "--weights", "int8", "--drafter", "ngram"], "--weights int8: there is no model"),
+        (["draft", "--weights", "int8", "--gpu"], "--weights int8: only on CPUs"),
         (["heads", "no/such/folder", "--out", "x"], "no model at no/such/folder"),
         (["unserve"], "unserve"),
         (["--loud"], "--loud"),

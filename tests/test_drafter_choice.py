@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -16,8 +17,10 @@ from cluster.grpc_link import connect
 from cluster.link import memory_link
 from cluster.placement import Placement
 from cluster.target import TargetReplica
+from deployments.draft import DraftOptions, check_options
 from engine.checkpoint import ModelError
 from engine.choice import DrafterName, check_documents
+from engine.cpu import Weights
 from engine.decode import Speculation, decode
 from engine.drafters import Drafter
 from engine.drafters.cascade import CascadeDrafter
@@ -150,6 +153,13 @@ def test_the_command_serves_the_drafter_that_it_is_told(target: ModelRunner, doc
         finally:
             process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_command_says_how_weights_are_kept() -> None:
+    for weights in get_args(Weights):
+        options = DraftOptions(exact.DRAFT, "127.0.0.1", 0, weights=weights)
+        check_options(options)
+        assert options.config.weights == weights
 
 
 def test_lookup_beside_the_model_is_automatic_only() -> None:

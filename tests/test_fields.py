@@ -58,6 +58,8 @@ BAD_VALUES: list[tuple[str, list[Any]]] = [
     ("frequency_penalty", [NAN, 2.1, "x"]),
     ("bad_words", [[""], ["x"] * 2000, ["x" * 1001], [1]]),
     ("ignore_eos", ["yes", 1]),
+    ("documents", ["x", [1], ["x"] * 33, ["x" * 2**18, "x"], ["\u00a9\u2603" * 2**15]]),
+    ("window", ["tree", "chain:0", "tree:64", "chain:-1", "chain:+1", "chain:\u0663", "off:1", "goodput:5", "x", 5]),
     ("model", [7]),
     ("colour", ["red"]),
 ]

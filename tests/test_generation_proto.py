@@ -28,6 +28,8 @@ EVERY_FIELD = {
     "min_tokens": 2,
     "bad_words": ("c",),
     "logprobs": 0,
+    "window": "tree:15",
+    "documents": ("d", "e"),
 }
 
 

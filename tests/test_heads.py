@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from engine import sampling, train, train_heads
 from engine.checkpoint import ModelError
 from engine.decode import Speculation, decode
-from engine.drafters.heads import HEADS_FILE, HeadsDrafter, TokenHeads, combine, load_heads
+from engine.drafters.heads import HeadsDrafter, TokenHeads, combine, load_heads
+from engine.local_choice import HEADS_FILE
 from engine.noise import NoiseRows
 from engine.runner import ModelRunner
 from engine.step import Plan, Sequence, Stepper

@@ -229,6 +229,27 @@ def test_the_seed_and_statistics_come_when_asked_for(server: Server) -> None:
     assert last.model_extra["paceline"]["choices"][0]["tokens"] == 16
 
 
+def test_a_window_of_its_own_changes_no_text(server: Server) -> None:
+    options: dict[str, Any] = {"model": "code", "prompt": PROMPT, "seed": 3}
+    texts = [
+        server.client.completions.create(**options, extra_body={"paceline": {"window": name}}).choices[0].text
+        for name in ("off", "tree:7")
+    ]
+    assert texts == [server.client.completions.create(**options).choices[0].text] * 2
+
+
+def test_documents_make_quotes_come_faster_and_change_no_text(server: Server) -> None:
+    options: dict[str, Any] = {"model": "code", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    plain = server.client.completions.create(**options, extra_body={"paceline": {"stats": True}})
+    ours = {"stats": True, "window": "tree:15", "documents": ["nothing of it", PROMPT + plain.choices[0].text]}
+    quoting = server.client.completions.create(**options, extra_body={"paceline": ours})
+    assert quoting.choices[0].text == plain.choices[0].text
+    steps: list[int] = [
+        answer.model_extra["paceline"]["choices"][0]["steps"] for answer in (plain, quoting) if answer.model_extra
+    ]
+    assert steps[1] < min(steps[0], 20)
+
+
 def test_models_are_listed(server: Server) -> None:
     assert "code" in [model.id for model in server.client.models.list()]
     assert server.client.models.retrieve("code").id == "code"

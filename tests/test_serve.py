@@ -20,7 +20,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.intake import Overloaded
-from cluster.target import TargetStats
+from cluster.target_stats import TargetStats
 from deployments.app import INGRESS
 from deployments.backend import ServeBackend
 from deployments.config import ServeConfig

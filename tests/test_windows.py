@@ -5,12 +5,12 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from cluster.actors import WindowName, make_window
 from deployments.config import TargetOptions
 from engine.budget import CostModel, Window
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
 from engine.types import IntArray
+from engine.window_choice import WindowName, make_window
 from engine.windows import Bandit, ConfidenceThreshold, Heuristic
 from tests import exact
 from tests.exact import Tokens, differences, make_requests, run

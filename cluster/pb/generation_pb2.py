@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63luster/pb/generation.proto\x12\x0bpaceline.v1\"\xa5\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12\x0e\n\x01n\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.paceline.v1.GenerateRequest.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12\x17\n\nmin_tokens\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x34\n\x0fresponse_format\x18\x14 \x01(\x0b\x32\x1b.paceline.v1.ResponseFormat\x12\x15\n\x08logprobs\x18\x15 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\x04\n\x02_nB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa9\x01\n\x0eResponseFormat\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .paceline.v1.ResponseFormat.Kind\x12\x0e\n\x06schema\x18\x02 \x01(\t\"W\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_TEXT\x10\x01\x12\x14\n\x10KIND_JSON_OBJECT\x10\x02\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x03\"\xc7\x01\n\rGenerateChunk\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12%\n\x07summary\x18\x06 \x01(\x0b\x32\x14.paceline.v1.Summary\"C\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x01\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.paceline.v1.TopToken\"\'\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\x94\x01\n\x07Summary\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1a\n\x12system_fingerprint\x18\x05 \x01(\t\"5\n\x0bSpeculation\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Model\"g\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12system_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07\x63reated\x18\x05 \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xaa\x01\n\x11GenerationService\x12\x46\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateChunk0\x01\x12M\n\nListModels\x12\x1e.paceline.v1.ListModelsRequest\x1a\x1f.paceline.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63luster/pb/generation.proto\x12\x0bpaceline.v1\"\xd8\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12\x0e\n\x01n\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.paceline.v1.GenerateRequest.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12\x17\n\nmin_tokens\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x34\n\x0fresponse_format\x18\x14 \x01(\x0b\x32\x1b.paceline.v1.ResponseFormat\x12\x15\n\x08logprobs\x18\x15 \x01(\rH\x0c\x88\x01\x01\x12\x13\n\x06window\x18\x16 \x01(\tH\r\x88\x01\x01\x12\x11\n\tdocuments\x18\x17 \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\x04\n\x02_nB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\t\n\x07_window\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa9\x01\n\x0eResponseFormat\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .paceline.v1.ResponseFormat.Kind\x12\x0e\n\x06schema\x18\x02 \x01(\t\"W\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_TEXT\x10\x01\x12\x14\n\x10KIND_JSON_OBJECT\x10\x02\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x03\"\xc7\x01\n\rGenerateChunk\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12%\n\x07summary\x18\x06 \x01(\x0b\x32\x14.paceline.v1.Summary\"C\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x01\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.paceline.v1.TopToken\"\'\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\x94\x01\n\x07Summary\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1a\n\x12system_fingerprint\x18\x05 \x01(\t\"5\n\x0bSpeculation\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Model\"g\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12system_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07\x63reated\x18\x05 \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xaa\x01\n\x11GenerationService\x12\x46\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateChunk0\x01\x12M\n\nListModels\x12\x1e.paceline.v1.ListModelsRequest\x1a\x1f.paceline.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1751
-  _globals['_FINISHREASON']._serialized_end=1846
+  _globals['_FINISHREASON']._serialized_start=1802
+  _globals['_FINISHREASON']._serialized_end=1897
   _globals['_GENERATEREQUEST']._serialized_start=45
-  _globals['_GENERATEREQUEST']._serialized_end=850
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=622
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=670
-  _globals['_TOKENIDS']._serialized_start=852
-  _globals['_TOKENIDS']._serialized_end=875
-  _globals['_RESPONSEFORMAT']._serialized_start=878
-  _globals['_RESPONSEFORMAT']._serialized_end=1047
-  _globals['_RESPONSEFORMAT_KIND']._serialized_start=960
-  _globals['_RESPONSEFORMAT_KIND']._serialized_end=1047
-  _globals['_GENERATECHUNK']._serialized_start=1050
-  _globals['_GENERATECHUNK']._serialized_end=1249
-  _globals['_TOKENLOGPROBS']._serialized_start=1251
-  _globals['_TOKENLOGPROBS']._serialized_end=1318
-  _globals['_TOPTOKEN']._serialized_start=1320
-  _globals['_TOPTOKEN']._serialized_end=1359
-  _globals['_SUMMARY']._serialized_start=1362
-  _globals['_SUMMARY']._serialized_end=1510
-  _globals['_SPECULATION']._serialized_start=1512
-  _globals['_SPECULATION']._serialized_end=1565
-  _globals['_LISTMODELSREQUEST']._serialized_start=1567
-  _globals['_LISTMODELSREQUEST']._serialized_end=1586
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1588
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1644
-  _globals['_MODEL']._serialized_start=1646
-  _globals['_MODEL']._serialized_end=1749
-  _globals['_GENERATIONSERVICE']._serialized_start=1849
-  _globals['_GENERATIONSERVICE']._serialized_end=2019
+  _globals['_GENERATEREQUEST']._serialized_end=901
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=662
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=710
+  _globals['_TOKENIDS']._serialized_start=903
+  _globals['_TOKENIDS']._serialized_end=926
+  _globals['_RESPONSEFORMAT']._serialized_start=929
+  _globals['_RESPONSEFORMAT']._serialized_end=1098
+  _globals['_RESPONSEFORMAT_KIND']._serialized_start=1011
+  _globals['_RESPONSEFORMAT_KIND']._serialized_end=1098
+  _globals['_GENERATECHUNK']._serialized_start=1101
+  _globals['_GENERATECHUNK']._serialized_end=1300
+  _globals['_TOKENLOGPROBS']._serialized_start=1302
+  _globals['_TOKENLOGPROBS']._serialized_end=1369
+  _globals['_TOPTOKEN']._serialized_start=1371
+  _globals['_TOPTOKEN']._serialized_end=1410
+  _globals['_SUMMARY']._serialized_start=1413
+  _globals['_SUMMARY']._serialized_end=1561
+  _globals['_SPECULATION']._serialized_start=1563
+  _globals['_SPECULATION']._serialized_end=1616
+  _globals['_LISTMODELSREQUEST']._serialized_start=1618
+  _globals['_LISTMODELSREQUEST']._serialized_end=1637
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1639
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1695
+  _globals['_MODEL']._serialized_start=1697
+  _globals['_MODEL']._serialized_end=1800
+  _globals['_GENERATIONSERVICE']._serialized_start=1900
+  _globals['_GENERATIONSERVICE']._serialized_end=2070
 # @@protoc_insertion_point(module_scope)

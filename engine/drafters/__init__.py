@@ -50,6 +50,14 @@ class Learner(Protocol):
 
 
 @runtime_checkable
+class TakesPages(Protocol):
+    """A drafter that holds pages of the target's own pool."""
+
+    def pages(self) -> set[int]:
+        """Which ones, the shared ones too."""
+
+
+@runtime_checkable
 class ReadsStates(Protocol):
     """A drafter that guesses from the target's own hidden states; it lives in the target's process."""
 

@@ -13,7 +13,7 @@ _NODES = 64  # per session: their KV takes room in the target's pool
 
 
 class EarlyExitDrafter(ModelDrafter):
-    """Implements Drafter with the first layers of the target, and with its weights and its pool of KV.
+    """Implements Drafter and TakesPages with the first layers of the target, and with its weights and its pool of KV.
 
     Pages that the target has sealed are shared: the first layers' part of them is what is needed here. Pages written here
     hold nothing for the target's other layers, so they are never sealed.
@@ -29,3 +29,8 @@ class EarlyExitDrafter(ModelDrafter):
         """layers: of the target, two thirds of them by default; tokenizer: see ModelDrafter. Raises ModelError."""
         runner = target.first_layers(layers or max(1, target.layers * 2 // 3))
         super().__init__(runner, growing or Growing(max_nodes=_NODES), tokenizer, seals=False)
+
+    def pages(self) -> set[int]:
+        """See TakesPages."""
+        leases = [lease for held in self._sessions.values() for lease in (held.lease, held.tree_lease)]
+        return {page for lease in leases for page in lease.pages}

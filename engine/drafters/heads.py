@@ -18,12 +18,11 @@ from safetensors.torch import load_file
 
 from engine import sampling
 from engine.checkpoint import ModelError
+from engine.local_choice import HEADS_FILE, check_heads
 from engine.noise import NoiseRows
 from engine.runner import ModelRunner
 from engine.tree import Moved, TokenTree
 from engine.types import FloatArray, IntArray, SamplingParams
-
-HEADS_FILE = "heads.safetensors"
 
 
 class TokenHeads(torch.nn.Module):
@@ -45,20 +44,12 @@ def load_heads(path: Path, target: ModelRunner) -> TokenHeads:
 
     Raises ModelError when they can't be read or were made for a target of another size.
     """
+    check_heads(path, target.hidden_size, target.path)
     file = path / HEADS_FILE
-    if not file.is_file():
-        raise ModelError(f"no heads at {path}: it has no {HEADS_FILE}")
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} can't be read: {' '.join(str(error).split())}") from error
-    first = weights.get("blocks.0.weight")
-    if first is None or first.ndim != 2:
-        raise ModelError(f"{file} holds no heads")
-    if first.shape[-1] != target.hidden_size:
-        raise ModelError(
-            f"{file} is for a hidden size of {first.shape[-1]}; that of {target.path} is {target.hidden_size}"
-        )
     heads = TokenHeads(len(weights) // 2, target.hidden_size)
     try:
         heads.load_state_dict(weights)

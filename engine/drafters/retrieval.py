@@ -1,7 +1,7 @@
-"""Retrieval: what followed the last tokens in documents that were given with the deployment. No model.
+"""Retrieval: what followed the last tokens in documents that were given with the deployment, or with a request. No model.
 
-Source: REST, He et al. 2023 (https://arxiv.org/abs/2311.08252). Documents that come with a request stand in its prompt,
-where n-gram lookup and suffix decoding find them.
+Source: REST, He et al. 2023 (https://arxiv.org/abs/2311.08252). What stands in a request's prompt needs none of this:
+n-gram lookup and suffix decoding find it there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -133,7 +133,7 @@ class _Session:
 class RetrievalDrafter:
     """Implements Drafter: places in the documents where the most of the last tokens stand vote on how they go on.
 
-    Every session sees all documents: they belong to the deployment, not to a tenant.
+    Every session sees all documents: where they belong to a request, it has a drafter for itself.
     """
 
     def __init__(self, documents: Documents, nodes: int = 24, depth: int = 12, places: int = 64) -> None:

@@ -1,0 +1,62 @@
+"""The drafts that a target is linked to: their messages in and out, between two steps. Nothing in it waits."""
+
+import time
+from collections.abc import Callable
+
+from cluster.link import Link
+from cluster.target_state import TargetState
+from cluster.trace import Trace
+from engine.types import Commit, Down, Growth, Up
+
+
+class LinkedDrafts:
+    """The links of one target replica, for its loop alone."""
+
+    def __init__(self, state: TargetState, trace: Trace, wake: Callable[[], None]) -> None:
+        """wake: called, from any thread, when something has come in."""
+        self._state = state
+        self._trace = trace
+        self._wake = wake
+        self._links: dict[int, Link[Down, Up]] = {}
+        self._next_draft = 0
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def join(self, link: Link[Down, Up]) -> None:
+        """A draft is there."""
+        draft = self._next_draft
+        self._next_draft += 1
+        self._links[draft] = link
+        link.set_notify(self._wake)
+        self._state.draft_joined(draft)
+        self.send()
+
+    def receive(self) -> None:
+        """Takes in what the drafts said; those that are gone leave."""
+        for draft, link in list(self._links.items()):
+            alive = link.alive
+            messages = link.receive()
+            if messages:
+                started = time.monotonic()
+                for message in messages:
+                    self._state.received(draft, message)
+                nodes = sum(len(message.tokens) for message in messages if isinstance(message, Growth))
+                self._trace.add("growth", started, nodes)
+            if not alive:
+                del self._links[draft]
+                self._state.draft_left(draft)
+
+    def send(self) -> None:
+        """Everything that there is to say goes out."""
+        for draft, messages in self._state.take_messages().items():
+            started = time.monotonic()
+            self._links[draft].send(messages)
+            commits = sum(isinstance(message, Commit) for message in messages)
+            if commits:
+                self._trace.add("commit", started, commits)
+
+    def close(self) -> None:
+        """Ends all links."""
+        for link in self._links.values():
+            link.close()

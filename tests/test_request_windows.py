@@ -1,0 +1,98 @@
+"""Requests that name their window: side by side in one batch, and the same tokens whatever they name."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cluster.draft import DraftReplica
+from cluster.link import memory_link
+from cluster.target import TargetReplica
+from cluster.windows import Windows
+from engine.budget import CostModel
+from engine.decode import decode
+from engine.drafters.model import ModelDrafter
+from engine.runner import ModelRunner
+from engine.tree import TokenTree
+from engine.types import InvalidRequest
+from engine.window_choice import NamedWindows, check_window
+from engine.windows import FixedChain, FixedTree
+from tests import exact
+from tests.cluster_fixtures import PATIENCE_S, until
+
+NAMES = ["", "off", "goodput", "chain:3", "tree:7", "heuristic", "threshold", "bandit"]
+
+
+def chain_of(length: int, confidence: float = 0.9) -> TokenTree:
+    tree = TokenTree(0)
+    for depth in range(length):
+        tree.add(depth, depth + 1, confidence)
+    return tree
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_window_in_one_batch_serves_the_plain_tokens(
+    target: ModelRunner, draft: ModelRunner, temperature: float
+) -> None:
+    prompts = [prompt[:20] for prompt in exact.load_prompts(len(NAMES))]
+    requests = exact.make_requests(prompts, temperature, 12)
+    plain = [generation.tokens for generation in decode(target, requests)]
+    requests = [replace(request, window=name) for request, name in zip(requests, NAMES, strict=True)]
+    replica = TargetReplica(target, FixedTree(5), max_batch=len(NAMES), lookup=4)
+    drafting = DraftReplica(ModelDrafter(draft))
+    near, far = memory_link()
+    drafting.add_link(far)
+    replica.add_link(near)
+    try:
+        until(lambda: replica.stats().drafts == 1, "the draft is linked")
+        generations = exact.serve(replica, requests)
+        assert not list(exact.differences(generations, plain))
+        assert generations[NAMES.index("off")].accepted == 0
+        assert replica.stats().link["attached"] == len(NAMES) - 1, "the target alone decodes what is off"
+        assert replica.wait_idle(PATIENCE_S)
+        replica.check()
+    finally:
+        replica.close()
+        drafting.close()
+
+
+def test_each_window_chooses_for_the_requests_that_named_it() -> None:
+    windows = Windows(FixedChain(2), NamedWindows())
+    trees = [chain_of(9) for _ in range(4)]
+    chosen, expected = windows.choose(["chain:4", "", "tree:6", ""], trees)
+    assert [len(nodes) for nodes in chosen] == [4, 2, 6, 2]
+    assert expected == 0.0
+    assert windows.choose([], []) == ([], 0.0)
+
+
+def test_a_window_that_learns_is_shared_by_those_that_named_it() -> None:
+    windows, tree = Windows(FixedChain(2), NamedWindows()), chain_of(12)
+    ((before,), _) = windows.choose(["heuristic"], [tree])
+    windows.observe("heuristic", tree, before, before.tolist())
+    (after, own), _ = windows.choose(["heuristic", ""], [tree, tree])
+    assert (len(before), len(after), len(own)) == (5, 7, 2)
+
+
+def test_the_goodput_window_counts_the_rows_of_other_windows_requests() -> None:
+    """Rows cost the same up to four of them, then a lot: what fits beside three others is one node."""
+    cost = CostModel()
+    for rows, milliseconds in ((1, 10.0), (4, 10.0), (5, 100.0)):
+        cost.start(rows, milliseconds)
+    named = NamedWindows(cost, own="goodput")
+    windows = Windows(named.make("goodput"), named)
+    trees = [chain_of(9) for _ in range(3)]
+    alone, _ = windows.choose([""], trees[:1])
+    beside, expected = windows.choose(["goodput", "chain:1", "chain:1"], trees)
+    assert [len(nodes) for nodes in alone] == [3]
+    assert [len(nodes) for nodes in beside] == [1, 1, 1]
+    assert np.isclose(expected, 0.9, atol=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_of_windows_are_known(name: str) -> None:
+    check_window(name)
+
+
+def test_another_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"goodput, heuristic, threshold, bandit, off, chain:N or tree:N"):
+        check_window("wide")
