@@ -47,7 +47,7 @@ class ServeBackend:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         """See Backend."""
         response = cast(DeploymentResponseGenerator[TokenChunk], self._generate.remote(request, SIGN_S))
-        listener = _Listener(response)
+        listener = Listener(response)
         try:
             while True:
                 chunk = await listener.next()
@@ -90,15 +90,16 @@ async def _is_well(replica: Any) -> bool:
     return True
 
 
-class _Listener:
+class Listener:
     """Reads a response, and gives it up when its replica, once heard, falls silent.
 
     Where packets vanish, no connection breaks by itself. It counts its own looks rather than time: when this process had no
     turn for long, that is not the replica's silence. While a request waits in Serve, there is nobody to be heard yet.
     """
 
-    def __init__(self, response: DeploymentResponseGenerator[TokenChunk]) -> None:
-        self._response = response
+    def __init__(self, response: DeploymentResponseGenerator[TokenChunk], sign_s: float = SIGN_S) -> None:
+        """sign_s: how often the replica gives a sign of life at least."""
+        self._response, self._sign_s = response, sign_s
         self._listening = False  # a slow client keeps us from it
         self._looks = 0  # since something was heard
         self._next_look: asyncio.TimerHandle | None = None
@@ -121,12 +122,14 @@ class _Listener:
             self._next_look.cancel()
 
     def _look_later(self) -> None:
-        self._next_look = asyncio.get_running_loop().call_later(SIGN_S, self._look)
+        self._next_look = asyncio.get_running_loop().call_later(self._sign_s, self._look)
 
     def _look(self) -> None:
         self._looks += self._listening
         if self._looks > MISSED_SIGNS:
-            logger.warning("a replica has been silent for %g s: its stream goes on elsewhere", SIGN_S * self._looks)
+            logger.warning(
+                "a replica has been silent for %g s: its stream goes on elsewhere", self._sign_s * self._looks
+            )
             self._response.cancel()  # type: ignore[no-untyped-call]
         else:
             self._look_later()
