@@ -101,10 +101,11 @@ class TargetActor:
         name = config.served_as or config.model.name
         self._reporter = Reporter(self._registry, name, f"target-{uuid.uuid4().hex[:12]}", self._measure)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest, sign_s: float | None = None) -> AsyncIterator[TokenChunk]:
         """Streams a request's chunks. When the reader goes away, the work stops within a step.
 
-        Raises InvalidRequest, Overloaded or Closed.
+        sign_s: empty chunks as signs of life, one at the beginning and one whenever nothing came for so long: without
+        them, a machine that is lost looks like one that is busy. Raises InvalidRequest, Overloaded or Closed.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[TokenChunk] = asyncio.Queue()
@@ -127,9 +128,12 @@ class TargetActor:
         else:
             self._replica.submit(request, sink)
         finished = False
+        sign = TokenChunk(request.request_id, (), ())
         try:
+            if sign_s is not None:
+                yield sign
             while not finished:
-                chunk = await queue.get()
+                chunk = await _next(queue, sign_s) or sign
                 finished = chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -220,6 +224,15 @@ class TargetActor:
                     continue  # it died within its lease
                 self._linked[entry.name] = link
                 self._replica.add_link(link)
+
+
+async def _next(queue: asyncio.Queue[TokenChunk], timeout_s: float | None) -> TokenChunk | None:
+    """The next chunk; None when it takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await queue.get()
+    except TimeoutError:
+        return None
 
 
 class DraftActor:

@@ -20,6 +20,15 @@ from engine.types import GenerationRequest, TokenChunk
 # Serve's proxy then reads an ingress' streams over gRPC; as objects of Ray's, chunks take twice as much of a core. Its
 # messages may have 256 MB, as long answers with log probabilities do, instead of 4.
 SERVE_TRANSPORT = {"RAY_SERVE_PROXY_USE_GRPC": "1", "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(1 << 28)}
+# Of processes on several machines: when a machine is lost, packets to it vanish. What was sent and not acknowledged for so
+# long breaks the connection, so that Serve sends it elsewhere; else it does so after two minutes.
+MACHINE_LOSS = {"RAY_grpc_client_keepalive_timeout_ms": "5000"}
+# Of the head: a machine is lost after three checks that failed, which are 3 to 15 s; else 15 to 65.
+HEAD_LOSS_CHECKS = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "4000",
+    "RAY_health_check_failure_threshold": "3",
+}
 _START_TIMEOUT_S = 120.0
 
 

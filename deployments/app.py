@@ -1,6 +1,7 @@
 """The Serve application: validated arguments in, deployments out. For `serve run`, `serve deploy`, KubeRay and the CLI."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -9,6 +10,7 @@ from ray.serve.deployment import Application
 
 from cluster.actors import TargetConfig
 from cluster.drafters import DraftConfig, LocalConfig
+from cluster.local import MACHINE_LOSS
 from cluster.placement import Placement
 from cluster.registry import RegistryName
 from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions, check_config
@@ -33,7 +35,7 @@ def build(args: ServeConfig) -> Application:
         num_replicas=args.http.replicas,
         max_ongoing_requests=_INGRESS_STREAMS,
         **_lifecycle(args.limits.drain_s),
-        ray_actor_options=_actor(Resources(resources=args.http.resources)),
+        ray_actor_options=_actor(Resources(resources=args.http.resources), MACHINE_LOSS),
     )(Ingress)
     registries = {model.name: registry_name(model) for model in args.models}
     return ingress.bind(args, targets, drafts, registries)
@@ -132,13 +134,13 @@ def _placement(resources: Resources) -> Placement:
     return Placement(resources.cores, resources.threads, resources.gpus)
 
 
-def _actor(resources: Resources) -> dict[str, Any]:
-    threads = {"env_vars": {"OMP_NUM_THREADS": str(resources.threads)}}
+def _actor(resources: Resources, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    variables = {"OMP_NUM_THREADS": str(resources.threads), **(environment or {})}
     return {
         "num_cpus": resources.cpus,
         "num_gpus": resources.gpus,
         "resources": resources.resources,
-        "runtime_env": threads,
+        "runtime_env": {"env_vars": variables},
     }
 
 

@@ -6,7 +6,14 @@ from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import grpc
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
+from ray.exceptions import (
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
@@ -15,6 +22,8 @@ from deployments.service import ReplicaLost
 from engine.types import GenerationRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
+SIGN_S = 1.0  # a replica that has nothing to say for so long says that it is there
+MISSED_SIGNS = 5  # before a replica is taken for lost
 _READY_TIMEOUT_S = 2.0
 _LOST = (
     RayActorError,
@@ -37,25 +46,93 @@ class ServeBackend:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         """See Backend."""
-        response = cast(DeploymentResponseGenerator[TokenChunk], self._generate.remote(request))
+        response = cast(DeploymentResponseGenerator[TokenChunk], self._generate.remote(request, SIGN_S))
+        listener = Listener(response)
         try:
             while True:
-                chunk = await _next(response)
-                yield chunk
+                chunk = await listener.next()
+                if chunk.tokens or chunk.finish_reason is not None:  # else it was a sign of life
+                    yield chunk
                 if chunk.finish_reason is not None:
                     return
         except (GeneratorExit, asyncio.CancelledError):  # the reader goes away
             response.cancel()  # type: ignore[no-untyped-call]
             raise
+        finally:
+            listener.close()
 
     async def ready(self) -> bool:
-        """Whether a replica is there and works. All are asked, beside their requests."""
+        """Whether a replica is there and works. All are asked, beside their requests; the first good answer counts."""
         asked = self._handle.broadcast("check_health")
+        answers: list[asyncio.Task[bool]] = []
         try:
-            answers = await asked.results_async(timeout_s=_READY_TIMEOUT_S, return_exceptions=True)
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                # Not `results_async`, which waits for all of them: one may be on a machine that is lost.
+                replicas = await asked._fetch_replica_results_async()
+                answers += [asyncio.create_task(_is_well(replica)) for replica in replicas]
+                for answer in asyncio.as_completed(answers):
+                    if await answer:
+                        return True
         except (DeploymentUnavailableError, TimeoutError):
-            return False
-        return any(not isinstance(answer, BaseException) for answer in answers)
+            pass
+        finally:
+            for task in answers:
+                task.cancel()
+        return False
+
+
+async def _is_well(replica: Any) -> bool:
+    """Whether a replica answers its health check, and well. replica: Serve's result of the call."""
+    try:
+        await replica.get_async()
+    except RayError:  # what the check raised, or that the replica is gone
+        return False
+    return True
+
+
+class Listener:
+    """Reads a response, and gives it up when its replica, once heard, falls silent.
+
+    Where packets vanish, no connection breaks by itself. It counts its own looks rather than time: when this process had no
+    turn for long, that is not the replica's silence. While a request waits in Serve, there is nobody to be heard yet.
+    """
+
+    def __init__(self, response: DeploymentResponseGenerator[TokenChunk], sign_s: float = SIGN_S) -> None:
+        """sign_s: how often the replica gives a sign of life at least."""
+        self._response, self._sign_s = response, sign_s
+        self._listening = False  # a slow client keeps us from it
+        self._looks = 0  # since something was heard
+        self._next_look: asyncio.TimerHandle | None = None
+
+    async def next(self) -> TokenChunk:
+        """The next chunk, empty ones included; raises as Backend does."""
+        self._listening = True
+        try:
+            chunk = await _next(self._response)
+        finally:
+            self._listening = False
+        self._looks = 0
+        if self._next_look is None:
+            self._look_later()
+        return chunk
+
+    def close(self) -> None:
+        """The response has ended."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+
+    def _look_later(self) -> None:
+        self._next_look = asyncio.get_running_loop().call_later(self._sign_s, self._look)
+
+    def _look(self) -> None:
+        self._looks += self._listening
+        if self._looks > MISSED_SIGNS:
+            logger.warning(
+                "a replica has been silent for %g s: its stream goes on elsewhere", self._sign_s * self._looks
+            )
+            self._response.cancel()  # type: ignore[no-untyped-call]
+        else:
+            self._look_later()
 
 
 async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk:

@@ -180,7 +180,13 @@ def _join(address: str | None) -> bool:
             return start_ray()
         except Exception as error:  # noqa: BLE001  Ray has no class of its own for it; a busy machine is the usual cause
             raise DeployError(f"Ray could not be started: {str(error).splitlines()[0]}") from None
-    ray.init(address=address, log_to_driver=False)
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except ConnectionError:
+        raise DeployError(
+            f"no Ray at {address} that takes us in: is it there, is this one of its machines, and, if it asks for a token, "
+            "are RAY_AUTH_MODE=token and the token here?"
+        ) from None
     return False
 
 

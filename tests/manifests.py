@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.serve.schema import ServeDeploySchema
 
+from cluster.local import HEAD_LOSS_CHECKS, MACHINE_LOSS, SERVE_TRANSPORT
 from deployments.config import BUILDER, ModelOptions, ServeConfig, parse_config
 from deployments.serve import serve_schema
 
@@ -55,6 +56,7 @@ def complaints(manifests: list[Manifest]) -> list[str]:
         *serve_complaints(service["spec"]["serveConfigV2"]),
         *placement_complaints(service),
         *port_complaints(service, manifests),
+        *environment_complaints(service),
         *lifetime_complaints(service),
         *security_complaints(manifests),
     ]
@@ -221,6 +223,18 @@ def _roles(selector: Manifest, everybody: str) -> list[str]:
     if label in selector.get("matchLabels", {}):
         named.append([selector["matchLabels"][label]])
     return list(named[0]) if named else [everybody]
+
+
+def environment_complaints(service: Manifest) -> Iterator[str]:
+    """Ray's processes have the settings that Paceline needs of them."""
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    needed = {"head": {**SERVE_TRANSPORT, **MACHINE_LOSS, **HEAD_LOSS_CHECKS}}
+    for group in [head, *groups(service).values()]:
+        (container, *_) = group["template"]["spec"]["containers"]
+        held = {each["name"]: each.get("value") for each in container["env"]}
+        for name, value in needed.get(role_of(group), {**SERVE_TRANSPORT, **MACHINE_LOSS}).items():
+            if held.get(name) != value:
+                yield f"{role_of(group)}: {name} is {held.get(name)}, not {value}"
 
 
 def lifetime_complaints(service: Manifest) -> Iterator[str]:

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -90,7 +90,8 @@ class Said:
     tokens: list[Any]  # ids over gRPC; over HTTP, which has no ids, each token's text and log probability
     text: str = ""
     finish: str | None = None
-    accepted: int = 0  # of the tokens, by the draft: not a part of the promise
+    accepted: int = 0  # of the tokens, by the draft: not a part of the promise, and neither is the next
+    resumed: int = 0  # times that it went on at another target; only over HTTP
 
     @property
     def promised(self) -> list[Any]:
@@ -114,8 +115,8 @@ class OverHttp:
         self._url = f"{base_url(config.http)}/v1/completions"
         self._tokenizer = load_tokenizer(exact.TARGET)
 
-    def read(self, request: GenerationRequest) -> Said:
-        """See Api."""
+    def read(self, request: GenerationRequest, heard: Callable[[Said], None] = lambda said: None) -> Said:
+        """See Api. heard: called with what there is, whenever something came."""
         fields = sampling(request) | {"prompt": list(request.prompt), "logprobs": 0}
         body = {**fields, "model": MODEL, "stream": True, "paceline": {"stats": True}}
         asked = urllib.request.Request(self._url, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -125,6 +126,7 @@ class OverHttp:
                 last = line.removeprefix(b"data: ").strip()
                 if last != b"[DONE]":
                     self._add(said, json.loads(last))
+                    heard(said)
         assert last == b"[DONE]", f"the stream ended with {last!r}"
         return said
 
@@ -136,7 +138,7 @@ class OverHttp:
         if logprobs := choice.get("logprobs"):
             said.tokens += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
         for stats in event.get("paceline", {}).get("choices", ()):
-            said.accepted = stats["accepted"]
+            said.accepted, said.resumed = stats["accepted"], stats["resumed"]
 
     def expected(self, generation: Generation) -> Said:
         """See Api."""

@@ -88,6 +88,10 @@ MISTAKES: list[tuple[Callable[[list[Manifest]], None], str]] = [
     (_cluster("rayClusterConfig", "authOptions", to={"mode": "disabled"}), "Ray takes code without a token"),
     (_cluster(*_TARGET, "template", "spec", "securityContext", to={}), "target: may run as root"),
     (_cluster(*_TARGET, "template", "spec", "containers", 0, "ports", to=[]), "target: container ports {}"),
+    (
+        _cluster(*_TARGET, "template", "spec", "containers", 0, "env", to=[]),
+        "target: RAY_grpc_client_.* is None, not 5000",
+    ),
     (_cluster("rayClusterDeletionDelaySeconds", to=60), "an old cluster ends before its streams"),
     (_cluster("rayClusterConfig", "headGroupSpec", "rayStartParams", to={}), "the head has CPUs"),
     (_without("NetworkPolicy", "draft-links"), r"draft port 26500 of main is open to \[\]"),
