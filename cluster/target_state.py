@@ -13,7 +13,7 @@ from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
-MIRROR_NODES = 256  # per session; what doesn't fit is dropped
+MIRROR_NODES = 256  # per session
 SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
 
 
@@ -43,11 +43,13 @@ class _Session:
 class TargetState:
     """All sessions of one target replica, and the drafts they are given to."""
 
-    def __init__(self, vocab_size: int, replica: int = 0, lookup: int = 0) -> None:
+    def __init__(self, vocab_size: int, replica: int = 0, lookup: int = 0, mirror_nodes: int = MIRROR_NODES) -> None:
         """replica: distinguishes this replica's session ids from those of others on the same draft.
 
         lookup: how many tokens the mirrors get at once where the text repeats itself, before the draft has said anything.
+        mirror_nodes: of each mirror; what doesn't fit is dropped.
         """
+        self._mirror_nodes = mirror_nodes
         self._lookup = lookup
         self._earned = Earned()
         self._vocab_size = vocab_size
@@ -81,7 +83,7 @@ class TargetState:
         session = self._next_session
         self._next_session += 1
         prompt = len(tokens) if prompt is None else prompt
-        mirror = TokenTree(tokens[-1], MIRROR_NODES)
+        mirror = TokenTree(tokens[-1], self._mirror_nodes)
         lookup = Lookup(tokens, params.temperature == 0, self._earned, self._lookup)
         lookup.hang(mirror)
         held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup)
