@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from deployments.cli_errors import OneLineErrors, one_line_errors, runtime_errors
+from deployments.simulate_cli import simulate
 from engine.checkpoint import ModelError, check_checkpoint, context_length
 from engine.choice import DrafterName
 from engine.types import Grammar, require
@@ -316,6 +317,8 @@ def draft(
     with runtime_errors(LinkError, DraftFailed):
         run_draft(options, Console(stderr=True, highlight=False))
 
+
+app.command()(simulate)
 
 config_app = typer.Typer(help="The configuration of 'paceline serve'.", no_args_is_help=True)
 app.add_typer(config_app, name="config")

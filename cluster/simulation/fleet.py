@@ -82,6 +82,11 @@ class Outcome:
     growths: int  # messages
     grown: int  # nodes in them
 
+    @property
+    def tps(self) -> float:
+        """Tokens per second, of everybody together."""
+        return self.stats.tokens / self.seconds
+
     def figures(self) -> dict[str, float]:
         """By the names of docs/ARCHITECTURE.md. Per stream: the median of requests."""
         stats, steps = self.stats, max(1, self.stats.sequence_steps)
@@ -89,7 +94,7 @@ class Outcome:
         first = [answer.first_ms for answer in self.answers]
         active = max(stats.active_s, 1e-9)
         return {
-            "tps": _rounded(stats.tokens / self.seconds, 1),
+            "tps": _rounded(self.tps, 1),
             "tps_per_stream": _rounded(float(np.nanmedian([answer.tps for answer in self.answers])), 1),
             "decoding_tps": _rounded(stats.tokens / active, 1),
             "tokens_per_step": _rounded(stats.tokens / steps, 3),

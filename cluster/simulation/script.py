@@ -16,6 +16,8 @@ from engine.tree import ROOT, Moved, TokenTree
 from engine.types import FloatArray, GenerationRequest, IntArray, InvalidRequest, SamplingParams, require
 
 _TOKENS = 2**30  # ids that are drawn from: no text repeats itself by chance
+# Of the bundled pair at T = 1, by benchmarks/results/profile-2026-11-22.json.
+FOLLOWING, SPREAD = (0.53, 0.23, 0.09, 0.045, 0.045), 0.35
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,8 @@ class Acceptance:
     """
 
     rate: float = 0.8  # of first guesses that are right: the acceptance rate of a chain
-    following: tuple[float, ...] = (
-        0.45,
-        0.16,
-        0.08,
-        0.05,
-        0.03,
-    )  # where the first is wrong, the 2nd is right, the 3rd...
-    spread: float = 1.0  # how far confidences lie apart: 0, all are `rate`; large, they are near 0 and 1
+    following: tuple[float, ...] = FOLLOWING  # where the first is wrong: the second is right, the third...
+    spread: float = SPREAD  # how far confidences lie apart: 0, all are `rate`; large, they are near 0 and 1
 
     def __post_init__(self) -> None:
         require(0 < self.rate < 1, "acceptance", "must be between 0 and 1")
