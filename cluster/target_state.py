@@ -53,6 +53,7 @@ class TargetState:
         self._lookup = lookup
         self._earned = Earned()
         self._vocab_size = vocab_size
+        self._replica = replica
         self._next_session = replica << SESSION_BITS
         self._sessions: dict[int, _Session] = {}
         self._drafts: dict[int, list[Down]] = {}  # messages not taken yet
@@ -171,9 +172,11 @@ class TargetState:
         return len(self._sessions)
 
     def _attach(self, session: int, held: _Session) -> None:
-        """Gives a session to the draft with the fewest."""
+        """Gives a session to the draft with the fewest; each replica begins with another, or all begin with the first."""
         if self._drafts:
-            loads = dict.fromkeys(self._drafts, 0)
+            order = list(self._drafts)
+            first = self._replica % len(order)
+            loads = dict.fromkeys(order[first:] + order[:first], 0)
             for other in self._sessions.values():
                 if other.draft is not None:
                     loads[other.draft] += 1

@@ -104,8 +104,8 @@ def assumptions() -> str:
     shares = ", ".join(f"{share:g}" for share in Acceptance().following)
     knee = TFLOPS * 4 / TARGET_B * given.target_ms(1) / 2
     points = (
-        f"every target reaches the same share of {H100_GB_PER_S:g} GB/s (H100) or {H200_GB_PER_S:g} GB/s (H200), on any number "
-        "of devices, and so does the draft; which models nano-PEARL and SwiftSpec ran, on how many devices, is guessed",
+        f"every target reaches the same share of {H100_GB_PER_S:g} GB/s (H100) or {H200_GB_PER_S:g} GB/s (H200), on any "
+        "number of devices, and so does the draft; what nano-PEARL and SwiftSpec ran, on how many devices, is guessed",
         f"half of {2 * TFLOPS:g} TFLOPS is reached: a target step costs the same for up to {knee:.0f} rows; what attention "
         "reads of KV is left out",
         f"a draft step takes {given.draft_ms(1):.2f} ms on one H100: its weights, and {DRAFT_FIXED_MS} ms beside",
@@ -113,12 +113,12 @@ def assumptions() -> str:
         f"where the first guess is wrong, the second to sixth are right at shares of {shares}; this and the spread of "
         "confidences are the bundled pair's at T = 1",
         "guesses are right independently of each other, as often as their confidences say; no text repeats itself",
-        f"pipelined: trees as by default ({Growing().max_nodes} nodes, {Growing().rows} rows a draft step, {MOST_TOLD} told); "
-        f"larger: {LARGER.max_nodes} nodes, {LARGER.rows} rows, {LARGER_TOLD} told",
+        f"pipelined: trees as by default ({Growing().max_nodes} nodes, {Growing().rows} rows a draft step, {MOST_TOLD} told)"
+        f"; larger: {LARGER.max_nodes} nodes, {LARGER.rows} rows, {LARGER_TOLD} told",
     )
     fitted = (
-        f"Fitted: SSD's plain {PLAIN_TPS} tokens/s makes a target step of {1000 / PLAIN_TPS:.1f} ms, {REACHED:.0%} of what four "
-        f"H100 could read ({GB_PER_STEP:g} GB in bfloat16); its sequential {SEQUENTIAL_TPS} makes an acceptance rate of "
-        f"{rate:.3f}. Everything else is assumed, and was not published with the figures above:"
+        f"Fitted: SSD's plain {PLAIN_TPS} tokens/s makes a target step of {1000 / PLAIN_TPS:.1f} ms, {REACHED:.0%} of what "
+        f"four H100 could read ({GB_PER_STEP:g} GB in bfloat16); its sequential {SEQUENTIAL_TPS} makes an acceptance rate "
+        f"of {rate:.3f}. Everything else is assumed, and was not published with the figures above:"
     )
     return "\n".join([fitted, *(f"- {point}" for point in points)])

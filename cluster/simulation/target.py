@@ -158,6 +158,7 @@ class SimulatedTarget:
         self._receive()
         for running in self._batch.make_room():
             self._leave(running)
+            self.stats.preempted += 1
         for running in self._batch.admit():
             self._enter(running)
         if not self._running:
