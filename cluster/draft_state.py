@@ -12,7 +12,7 @@ from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 LEASE_S = 30.0  # a session that is neither committed nor renewed for this long ends
-MOST_TOLD = 32  # nodes of a session that are worth telling: what a window can hold
+MOST_TOLD = 32  # of a session: what a window can hold
 MAX_SESSIONS = 1024  # on one draft replica; more are refused silently, which costs their speed only
 
 
@@ -56,7 +56,9 @@ class _Session:
 class DraftState:
     """Sessions of one draft replica by (stream, session id); the drafter knows each by a key of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_told: int = MOST_TOLD) -> None:
+        """most_told: nodes of a session that are worth telling."""
+        self._most_told = most_told
         self._sessions: dict[tuple[int, int], _Session] = {}
         self._names: dict[int, tuple[int, int]] = {}  # key -> (stream, session id)
         self._unknown: dict[int, dict[int, None]] = {}  # by stream: session ids whose prefix is needed
@@ -98,7 +100,7 @@ class DraftState:
 
         The others follow when they are among the best: what can't be in a window yet would only be work for the target.
         """
-        nodes = tree.unsent(MOST_TOLD)
+        nodes = tree.unsent(self._most_told)
         if key not in self._names or not len(nodes):
             return None
         name = self._names[key]

@@ -13,7 +13,7 @@ from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
-MIRROR_NODES = 256  # per session; what doesn't fit is dropped
+MIRROR_NODES = 256  # per session
 SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
 
 
@@ -44,14 +44,17 @@ class _Session:
 class TargetState:
     """All sessions of one target replica, and the drafts they are given to."""
 
-    def __init__(self, vocab_size: int, replica: int = 0, lookup: int = 0) -> None:
+    def __init__(self, vocab_size: int, replica: int = 0, lookup: int = 0, mirror_nodes: int = MIRROR_NODES) -> None:
         """replica: distinguishes this replica's session ids from those of others on the same draft.
 
         lookup: how many tokens the mirrors get at once where the text repeats itself, before the draft has said anything.
+        mirror_nodes: of each mirror; what doesn't fit is dropped.
         """
+        self._mirror_nodes = mirror_nodes
         self._lookup = lookup
         self._earned = Earned()
         self._vocab_size = vocab_size
+        self._replica = replica
         self._next_session = replica << SESSION_BITS
         self._sessions: dict[int, _Session] = {}
         self._drafts: dict[int, list[Down]] = {}  # messages not taken yet
@@ -87,7 +90,7 @@ class TargetState:
         session = self._next_session
         self._next_session += 1
         prompt = len(tokens) if prompt is None else prompt
-        mirror = TokenTree(tokens[-1], MIRROR_NODES)
+        mirror = TokenTree(tokens[-1], self._mirror_nodes)
         lookup = Lookup(tokens, params.temperature == 0, self._earned, 0 if alone else self._lookup)
         lookup.hang(mirror)
         held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup, alone)
@@ -176,9 +179,11 @@ class TargetState:
         return len(self._sessions)
 
     def _attach(self, session: int, held: _Session) -> None:
-        """Gives a session to the draft with the fewest."""
+        """Gives a session to the draft with the fewest; each replica begins with another, or all begin with the first."""
         if self._drafts:
-            loads = dict.fromkeys(self._drafts, 0)
+            order = list(self._drafts)
+            first = self._replica % len(order)
+            loads = dict.fromkeys(order[first:] + order[:first], 0)
             for other in self._sessions.values():
                 if other.draft is not None:
                     loads[other.draft] += 1

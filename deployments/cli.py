@@ -2,59 +2,27 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
+from deployments.cli_errors import OneLineErrors, one_line_errors, runtime_errors
+from deployments.simulate_cli import simulate
 from engine.checkpoint import ModelError, check_checkpoint, context_length
 from engine.choice import DrafterName, check_documents
 from engine.local_choice import LocalName, check_heads, check_local
-from engine.types import Grammar, InvalidRequest, require
+from engine.types import Grammar, require
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
-BAD_INPUT, FAILED = 2, 1  # exit codes
-# Typer brings its own copy of click or uses click itself, depending on its version; both derive errors like this.
 SHAPING = "What the output looks like"
 GUESSING = "What guesses"
-UsageError: Any = typer.BadParameter.__mro__[1]
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Mode = Literal["pipelined", "sequential", "plain"]
-
-
-class OneLineErrors(TyperGroup):
-    """Says what is wrong with the arguments in one line, as every other error here."""
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        """Runs a command; see TyperGroup."""
-        try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
-        except UsageError as error:
-            if not standalone_mode:
-                raise
-            _complain(
-                f"{error.format_message().rstrip('.')}. See '{error.ctx.command_path if error.ctx else 'paceline'} --help'."
-            )
-            code = error.exit_code
-        if standalone_mode:
-            sys.exit(code or 0)
-        return code
-
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -404,6 +372,8 @@ def draft(
         run_draft(options, Console(stderr=True, highlight=False))
 
 
+app.command()(simulate)
+
 config_app = typer.Typer(help="The configuration of 'paceline serve'.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="YAML")]
@@ -658,49 +628,6 @@ def check_own_drafter(
         check_heads(heads, check_checkpoint(target).get("hidden_size"), target)
     if documents is not None:
         check_documents(documents)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns bad input into one line and exit code 2."""
-    try:
-        yield
-    except InvalidRequest as error:
-        named = {"prompt": "PROMPT", "grammar": "grammar", "bad_words": "--bad-word"}
-        name = named.get(error.param, "--" + error.param.replace("_", "-"))
-        fail(f"{name}: {error.message}", BAD_INPUT)
-    except (OSError, ValueError) as error:
-        fail(str(error), BAD_INPUT)
-
-
-@contextmanager
-def runtime_errors(*others: type[Exception]) -> Iterator[None]:
-    """Turns what can go wrong while models run into one line and exit code 1."""
-    import ray
-
-    from deployments.generate import GenerationFailed
-
-    try:
-        yield
-    except (ray.exceptions.RayError, GenerationFailed, ModelError, InvalidRequest, TimeoutError) as error:
-        fail(one_line(error), FAILED)
-    except others as error:
-        fail(one_line(error), FAILED)
-
-
-def one_line(error: Exception) -> str:
-    """The last line of what an error says, or its name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
-
-
-def fail(message: str, code: int) -> NoReturn:
-    """Ends the command with one line on standard error."""
-    _complain(message)
-    raise typer.Exit(code)
-
-
-def _complain(message: str) -> None:
-    typer.echo(f"paceline: {' '.join(message.split())}", err=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import draft_state
-from cluster.draft_state import LEASE_S, CloseSession, CommitTokens, DraftState, OpenSession, resend
+from cluster.draft_state import LEASE_S, MOST_TOLD, CloseSession, CommitTokens, DraftState, OpenSession, resend
 from cluster.faulty_link import nonsense
 from engine.prefix import HandleChain
 from engine.tree import TokenTree
@@ -23,9 +23,9 @@ def commit(session: int, tokens: list[int], tail: int, mirrored: bool = True) ->
     return Commit(session, HandleChain(tokens).handle, tuple(tokens[len(tokens) - tail :]), mirrored)
 
 
-def opened(*sessions: int, tokens: tuple[int, ...] = (1, 2, 3)) -> DraftState:
+def opened(*sessions: int, tokens: tuple[int, ...] = (1, 2, 3), most_told: int = MOST_TOLD) -> DraftState:
     """A state with sessions on stream A; their keys count from 0."""
-    state = DraftState()
+    state = DraftState(most_told)
     for key, session in enumerate(sessions):
         assert state.received(A, Open(session, tokens, PARAMS), 0.0) == [OpenSession(key, tokens, PARAMS)]
     return state
@@ -125,9 +125,8 @@ def test_a_refused_session_is_unknown_again() -> None:
     assert state.questions(A) == [NeedPrefix((7,))]
 
 
-def test_only_the_best_nodes_are_told_and_the_others_when_they_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_state, "MOST_TOLD", 2)
-    state, tree = opened(7), TokenTree(3)
+def test_only_the_best_nodes_are_told_and_the_others_when_they_are_among_them() -> None:
+    state, tree = opened(7, most_told=2), TokenTree(3)
     tree.add_many([0, 0, 1], [4, 5, 6], [0.6, 0.3, 0.9])
     first = state.growth(0, tree)
     assert first is not None

@@ -44,6 +44,15 @@ def test_a_session_opens_commits_and_closes() -> None:
     state.check()
 
 
+def test_replicas_begin_with_different_drafts() -> None:
+    states = [TargetState(VOCAB, replica) for replica in (1, 2)]
+    for state in states:
+        for draft in (A, B):
+            state.draft_joined(draft)
+        state.session_opened(PROMPT, PARAMS)
+    assert [list(state.take_messages()) for state in states] == [[B], [A]]
+
+
 def test_commits_repeat_a_bounded_tail() -> None:
     state = state_with(A)
     session = state.session_opened(range(8), PARAMS)

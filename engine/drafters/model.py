@@ -3,7 +3,7 @@
 Where the text repeats itself, a lookup puts its continuation into the tree at once, and the model goes on from there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -39,6 +39,27 @@ class Growing:
     prefill_chunk: int = 64  # prefix tokens per session and draft step
     lookup: int = 8  # tokens looked up after each commit; 0: none
     overrule: bool = False  # what others hung into a tree gets the model's own confidence once that is known
+
+
+def most_valuable(
+    trees: Mapping[int, TokenTree], slots: Mapping[int, int], count: int, growing: Growing
+) -> dict[int, list[int]]:
+    """Up to `count` nodes to expand, the most probable of all sessions; of each session in index order.
+
+    trees: by session, with their roots expanded; slots: nodes that each session has room to compute.
+    """
+    if count <= 0:
+        return {}
+    found: list[tuple[float, int, int]] = []
+    for session, tree in trees.items():
+        room = (tree.capacity - tree.size) // growing.children
+        if room > 0:
+            nodes = tree.frontier(min(count, room, slots[session]), growing.max_depth)
+            found.extend((float(tree.probability[node]), session, node) for node in nodes)
+    picked: dict[int, list[int]] = {}
+    for _, session, node in sorted(found, key=lambda item: -item[0])[:count]:
+        picked.setdefault(session, []).append(node)
+    return {session: sorted(nodes) for session, nodes in picked.items()}
 
 
 class _Session:
@@ -202,20 +223,10 @@ class ModelDrafter:
         return batch, places
 
     def _pick(self, count: int) -> dict[int, list[int]]:
-        """The most probable frontier nodes of all sessions whose root is expanded, in index order for each session."""
-        if count <= 0:
-            return {}
-        found: list[tuple[float, int, int]] = []
-        for session, held in self._sessions.items():
-            tree = held.tree
-            room = (tree.capacity - tree.size) // self._growing.children
-            if tree.expanded[ROOT] and room > 0:
-                nodes = tree.frontier(min(count, room, len(held.free_slots)), self._growing.max_depth)
-                found.extend((float(tree.probability[node]), session, node) for node in nodes)
-        picked: dict[int, list[int]] = {}
-        for _, session, node in sorted(found, key=lambda item: -item[0])[:count]:
-            picked.setdefault(session, []).append(node)
-        return {session: sorted(nodes) for session, nodes in picked.items()}
+        """The most probable frontier nodes of all sessions whose root is expanded."""
+        trees = {session: held.tree for session, held in self._sessions.items() if held.tree.expanded[ROOT]}
+        slots = {session: len(self._sessions[session].free_slots) for session in trees}
+        return most_valuable(trees, slots, count, self._growing)
 
     def _tree_rows(self, held: _Session, nodes: list[int]) -> SequenceRows:
         tree = held.tree

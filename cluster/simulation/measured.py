@@ -1,0 +1,75 @@
+"""What benchmarks/pipeline.py measured as the costs of a simulation, and what it should have said."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.simulation.costs import Costs, measured_times
+from cluster.simulation.fleet import Fleet, simulate
+from cluster.simulation.plan import Plan, Source, Values, compare
+from engine.drafters.model import Growing
+from engine.types import InvalidRequest, require
+
+_DRAFT_OVERHEAD_MS = 0.3  # of a draft step, beside what benchmarks/pipeline.py measures of it
+_LINE = (1, 2, 4, 8, 16, 32, 64)  # rows that a measured line is drawn through
+
+
+def measured_plan(values: Values, source: Source, fleet: Fleet, requests: int, draft_ms: float | None) -> Plan:
+    """What benchmarks/pipeline.py measured of one temperature, as costs; prefill is left out, as it does.
+
+    A target's step is a straight line through plain decoding's and the pipeline's. A draft's level in sequential speculation
+    follows from its shortest chain. draft_ms: of a draft step in the pipeline, where the measured one is not to be used.
+    """
+    plain = 1000 / values["plain_tps"]
+    slope = max(0.0, (values["target_step_ms"] - plain) / max(values["verified_per_step"], 1.0))
+    target = measured_times({rows: plain + slope * (rows - 1) for rows in _LINE})
+    step_ms = values["target_step_ms"] / (1 - values["target_idle"])
+    overhead_ms = step_ms * (values["target_idle"] - values["target_wait"])
+    limits = replace(fleet.limits, prefills=False)
+    shared = replace(fleet, limits=limits, growing=Growing(), lookup=8, targets=1, drafts=1, streams=1, rate=None)
+    chains = {int(k): float(tps) for k, tps in values["sequential_tps_by_k"].items()}
+    shortest = min(chains)
+    free = Costs(target, measured_times({1: 1e-6}))
+    chain = simulate(replace(shared, costs=free, mode="sequential", chain=shortest), source(requests))
+    spent = 1000 * chain.figures()["tokens_per_step"] / chains[shortest] - free.target_ms(shortest + 1)
+    level = max(spent / shortest, 0.01)
+    step = (draft_ms or values["draft_step_ms"]) + _DRAFT_OVERHEAD_MS
+    draft = measured_times({1: min(level, step), Growing().rows: step})
+    costs = Costs(target, draft, overhead_ms, fleet.costs.latency_ms)
+    return Plan(replace(shared, costs=costs), source, requests, sorted(chains))
+
+
+def load_measured(path: Path) -> dict[str, Values]:
+    """What benchmarks/pipeline.py wrote; raises OSError, InvalidRequest."""
+    needed = ("plain_tps", "target_step_ms", "verified_per_step", "target_idle", "target_wait", "draft_step_ms")
+    try:
+        found: dict[str, Values] = json.loads(path.read_text())
+        good = all(isinstance(values[name], int | float) for values in found.values() for name in needed)
+        good = good and all(values["sequential_tps_by_k"] and values["pipelined_tps"] for values in found.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest("measured", f"{path} was not written by benchmarks/pipeline.py") from error
+    require(bool(found) and good, "measured", f"{path} was not written by benchmarks/pipeline.py")
+    return found
+
+
+def check(plan: Plan, values: Values) -> list[Values]:
+    """Predicted and measured figures side by side; those of the shortest chain were fitted, and are left out."""
+    modes = compare(plan)
+    shortest, pipelined = min(plan.chains), modes["pipelined"]
+    pairs = [
+        (f"sequential tokens/s, k = {k}", modes["sequential"]["tps_by_k"][k], values["sequential_tps_by_k"][str(k)])
+        for k in plan.chains
+        if k != shortest
+    ]
+    pairs.append(("pipelined tokens/s", pipelined["tps"], values["pipelined_tps"]))
+    names = ("tokens_per_step", "acceptance", "hit_rate", "target_step_ms", "target_wait")
+    pairs += [(name.replace("_", " "), pipelined[name], values[name]) for name in names]
+    return [
+        {
+            "figure": name,
+            "predicted": mine,
+            "measured": theirs,
+            "error": round(mine / theirs - 1, 3) if theirs else None,
+        }
+        for name, mine, theirs in pairs
+    ]

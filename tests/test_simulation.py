@@ -1,0 +1,205 @@
+"""The simulator: what can be computed by hand comes out of it, and what was measured nearly does."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cluster.simulation.clock import Clock
+from cluster.simulation.costs import Costs, Roofline, measured_times, parse_times
+from cluster.simulation.fleet import Fleet, Mode, simulate
+from cluster.simulation.measured import check, load_measured, measured_plan
+from cluster.simulation.plan import Plan, compare, drafts_needed, drawn, recorded
+from cluster.simulation.script import Acceptance, Script, draw_scripts, load_scripts, save_scripts
+from cluster.simulation.target import Limits
+from deployments import cli
+from deployments.simulate_preset import CHAINS, PUBLISHED, SEQUENTIAL_TPS, costs, fitted_rate, predict, sequential_tps
+from engine.drafters.model import Growing
+from engine.types import InvalidRequest
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+COSTS = Costs(parse_times("10", ""), parse_times("1", ""), latency_ms=0.1)
+GUESSES = Acceptance(0.8)
+MODES: tuple[Mode, ...] = ("plain", "sequential", "pipelined")
+
+
+def requests(count: int, rate: float = 0.8, output: int = 96) -> list[Script]:
+    return draw_scripts(Acceptance(rate), count, 24, output)
+
+
+def test_what_is_due_sooner_happens_sooner_and_the_rest_in_order() -> None:
+    clock, seen = Clock(), []
+    for name, when in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
+        clock.after(when, lambda name=name: seen.append((name, clock.now)))  # type: ignore[misc]
+    clock.run()
+    assert seen == [("a", 1.0), ("b", 1.0), ("c", 2.0)]
+
+
+# --- costs
+
+
+def test_a_roofline_is_flat_until_computing_takes_longer() -> None:
+    roofline = Roofline(billions=70, gb_per_s=7000, tflops=2000, fixed_ms=1)
+    times = roofline.times().table(1024)
+    assert times[1] == times[128] == pytest.approx(21)
+    assert times[1024] == pytest.approx(1 + 2 * 70 * 1024 / 2000, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "milliseconds"), [("18.3", 500, 18.3), ("1:10,11:20", 6, 15), ("1:10,11:20", 22, 40)]
+)
+def test_times_are_interpolated_and_grow_in_proportion_beyond(text: str, rows: int, milliseconds: float) -> None:
+    assert parse_times(text, "x").table(rows)[rows] == pytest.approx(milliseconds)
+
+
+# --- guesses
+
+
+def test_guesses_are_right_at_the_shares_that_were_asked_for() -> None:
+    confidences, right = Acceptance(0.7, (0.5, 0.25), spread=0.5).draw(20_000, np.random.default_rng(0))
+    assert np.bincount(right, minlength=4) / len(right) == pytest.approx([0.7, 0.15, 0.075, 0.075], abs=0.01)
+    sure = confidences[:, 0] > 0.9
+    assert (right[sure] == 0).mean() == pytest.approx(confidences[sure, 0].mean(), abs=0.01)
+
+
+def test_recorded_requests_are_read_as_they_were_written(tmp_path: Path) -> None:
+    [script] = requests(1)
+    save_scripts(tmp_path / "profile.json", {"T0": [script]})
+    [read] = load_scripts(tmp_path / "profile.json", "T0")
+    assert (read.request.prompt, read.output) == (script.request.prompt, script.output)
+    assert (read.tokens == script.tokens).all()
+    assert read.confidences == pytest.approx(script.confidences, abs=0.001)
+    with pytest.raises(InvalidRequest, match="holds no recording of T1"):
+        recorded(tmp_path / "profile.json", "T1")
+
+
+# --- the loop
+
+
+def test_plain_decoding_takes_a_step_for_each_token() -> None:
+    outcome = simulate(Fleet(COSTS, "plain"), requests(3))
+    assert outcome.seconds == pytest.approx(3 * 96 * 0.010)
+    assert [answer.first_ms for answer in outcome.answers] == pytest.approx([10, 10, 10])
+
+
+def test_a_chain_takes_its_steps_and_gains_what_its_rate_says() -> None:
+    outcome = simulate(Fleet(COSTS, "sequential", chain=3, limits=Limits(prefills=False)), requests(12))
+    figures = outcome.figures()
+    assert figures["tokens_per_step"] == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3, rel=0.05)
+    assert outcome.seconds == pytest.approx(outcome.stats.steps * 0.013)
+
+
+def test_a_pipeline_beats_taking_turns_where_drafting_is_slow() -> None:
+    slow = replace(COSTS, draft=parse_times("3", ""))
+    modes = compare(Plan(Fleet(slow), drawn(Acceptance(0.9), 16, 96, 0), 4, (1, 2, 3, 5)))
+    assert modes["pipelined"]["tps"] > modes["sequential"]["tps"] > modes["plain"]["tps"]
+
+
+def test_a_useless_draft_costs_little() -> None:
+    scripts = draw_scripts(Acceptance(0.01, (0.01,)), 2, 16, 96)
+    plain, pipelined = (simulate(Fleet(COSTS, mode), scripts).tps for mode in ("plain", "pipelined"))
+    assert pipelined > 0.93 * plain
+
+
+def test_a_slower_link_costs_speed() -> None:
+    tps = [simulate(Fleet(replace(COSTS, latency_ms=ms)), requests(3)).tps for ms in (0.1, 4, 30)]
+    assert tps == sorted(tps, reverse=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_everybody_gets_all_tokens_though_pages_run_out(mode: Mode) -> None:
+    fleet = Fleet(COSTS, mode, targets=2, streams=4, limits=Limits(kv_tokens=512))
+    outcome = simulate(fleet, requests(10, output=64))
+    assert [sum(answer.sizes) for answer in outcome.answers] == [64] * 10
+    assert outcome.stats.requests == 10
+    assert outcome.stats.preempted > 0
+
+
+def test_two_runs_give_the_same_figures() -> None:
+    fleet = Fleet(COSTS, targets=2, drafts=2, rate=8.0)
+    assert simulate(fleet, requests(4)).figures() == simulate(fleet, requests(4)).figures()
+
+
+def test_requests_that_come_faster_wait_longer() -> None:
+    few, many = (
+        simulate(Fleet(COSTS, "plain", rate=rate, limits=Limits(max_batch=2)), requests(12)) for rate in (0.1, 20)
+    )
+    assert many.figures()["ttft_ms_p50"] > 10 * few.figures()["ttft_ms_p50"]
+
+
+def test_slow_drafts_are_needed_more_often_than_fast_ones() -> None:
+    fleet = Fleet(replace(COSTS, draft=parse_times("0.3", "")))
+    slow = replace(fleet, costs=replace(COSTS, draft=parse_times("6", "")))
+    needed = [drafts_needed(Plan(each, drawn(GUESSES, 16, 48, 0), 2, ()), [2])[0]["drafts"] for each in (fleet, slow)]
+    assert needed == [1, 2]
+
+
+# --- what was measured
+
+
+def test_what_the_simulator_says_of_its_own_figures_is_right() -> None:
+    """The costs that it finds in figures are those that the figures came from."""
+    true = Costs(measured_times({1: 10, 33: 26}), parse_times("1:0.8,8:2", ""), 0.5, 0.1)
+    fleet = Fleet(true, growing=Growing(), lookup=8, limits=Limits(prefills=False))
+    source = drawn(GUESSES, 16, 64, 0)
+    modes = compare(Plan(fleet, source, 4, (2, 4)))
+    values = modes["pipelined"] | {
+        "plain_tps": modes["plain"]["tps"],
+        "sequential_tps_by_k": {str(k): tps for k, tps in modes["sequential"]["tps_by_k"].items()},
+        "pipelined_tps": modes["pipelined"]["tps"],
+        "draft_step_ms": 1.7,
+    }
+    rows = {row["figure"]: row["error"] for row in check(measured_plan(values, source, fleet, 4, None), values)}
+    assert abs(rows["sequential tokens/s, k = 4"]) < 0.02
+    assert abs(rows["pipelined tokens/s"]) < 0.02
+
+
+def test_a_measured_pipeline_is_predicted_within_a_tenth() -> None:
+    values = load_measured(RESULTS / "pipeline-2026-11-21-compiled-24-layers.json")["T1"]
+    source = recorded(RESULTS / "profile-2026-11-22.json", "T1")
+    fleet = Fleet(replace(COSTS, latency_ms=0.4))
+    rows = {row["figure"]: row for row in check(measured_plan(values, source, fleet, 6, None), values)}
+    for figure in ("pipelined tokens/s", "sequential tokens/s, k = 5", "tokens per step"):
+        assert abs(rows[figure]["error"]) < 0.1, rows[figure]
+
+
+# --- the command
+
+
+def test_the_fitted_rate_gives_the_published_speed() -> None:
+    given = costs(PUBLISHED[0])
+    assert sequential_tps(fitted_rate(given, SEQUENTIAL_TPS), given) == pytest.approx(SEQUENTIAL_TPS)
+    assert len(CHAINS) > 2
+
+
+def test_the_preset_names_what_was_published_and_predicts_plain_decoding() -> None:
+    rows = predict(requests=1, prompt=8, output=32, seed=0)
+    assert [row["published"]["pipelined"] for row in rows] == ["255.8", "225-276", "348"]
+    assert rows[0]["predicted"]["plain"]["tps"] == pytest.approx(54.7, abs=0.1)
+
+
+def test_the_command_prints_the_modes_and_writes_them(tmp_path: Path) -> None:
+    options = [
+        "--requests",
+        "2",
+        "--output-tokens",
+        "32",
+        "--chains",
+        "2",
+        "--fleet",
+        "1,2",
+        "--json",
+        str(tmp_path / "x.json"),
+    ]
+    result = CliRunner().invoke(
+        cli.app, ["simulate", *options, "--json", str(tmp_path / "x.json")], prog_name="paceline"
+    )
+    assert result.exit_code == 0, result.output
+    assert "sequential, k = 2" in result.stdout
+    assert "drafts needed" in result.stdout
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert set(written["modes"]) == set(MODES)
+    assert [row["targets"] for row in written["fleet"]] == [1, 2]
