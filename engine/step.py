@@ -6,11 +6,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from engine import sampling
+from engine import noise, sampling
 from engine.attention import SequenceRows, chain_rows
 from engine.grammar import Vocabulary
 from engine.kv import KVPool, Lease
-from engine.noise import NoiseRows
 from engine.processors import Paths, check_known, make_processors
 from engine.runner import ModelRunner
 from engine.text import OutputText
@@ -29,7 +28,6 @@ from engine.verify import walk
 MAX_WINDOW = 63  # draft tokens per step and sequence; a sequence's lease has room for them behind its last token
 
 _NONE = -1  # the choice where no token is allowed
-_PREPARED = 4  # positions: what a step usually walks along
 
 
 class Sequence:
@@ -50,7 +48,6 @@ class Sequence:
         self.computed = 0
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None  # set with the finish reason "error"
-        self.noise = NoiseRows(params.seed, runner.vocab_size, runner.device) if params.temperature > 0 else None
         self._ends = end_tokens(params, runner)
         self.processors = make_processors(
             params, self.tokens, len(request.prompt), self._ends, runner.vocab_size, vocabulary
@@ -73,11 +70,6 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether committed tokens other than the last still need KV."""
         return self.computed < len(self.tokens) - 1
-
-    def prepare(self) -> None:
-        """Computes what the next steps need and what is known already: the noise of the next positions."""
-        if self.noise is not None:
-            self.noise.prepare(range(len(self.tokens), len(self.tokens) + _PREPARED))
 
     def append(self, tokens: list[int]) -> list[int]:
         """Commits tokens up to the first that ends the request; returns the committed ones."""
@@ -255,8 +247,6 @@ class Stepper:
         slots = sequence.lease.slots
         self.runner.pool.move([int(slots[base + row]) for row in moved], slots[base + 1 : base + 1 + accepted].tolist())
         sequence.advance(base + 1 + accepted)
-        if sequence.noise is not None:
-            sequence.noise.forget_before(len(sequence.tokens))
         walked = [row_of[node] for node in [ROOT, *path]][: len(taken)]
         count = sequence.request.params.logprobs
         likely = sampling.logprobs(logits[walked], taken, count) if count is not None and taken else []
@@ -271,12 +261,12 @@ class Stepper:
         if sequence.processors is not None:
             logits = sequence.processors.apply(logits, _paths(rows))
         positions = [position + 1 for position in rows.positions[rows.wanted :]]
-        noise = sequence.noise.rows(positions) if sequence.noise is not None else None
-        choices: list[int] = sampling.choose(logits, params, noise).tolist()
+        keys = noise.keys(params.seed, positions, logits.device) if params.temperature > 0 else None
+        choices: list[int] = sampling.choose(logits, params, keys).tolist()
         if sequence.processors is not None:
             possible = (logits.amax(-1) > -torch.inf).tolist()
             choices = [choice if any_left else _NONE for choice, any_left in zip(choices, possible, strict=True)]
-        margins: list[float] = sampling.margins(logits, params, noise).tolist() if self._margins else []
+        margins: list[float] = sampling.margins(logits, params, keys).tolist() if self._margins else []
         return choices, margins
 
 

@@ -40,11 +40,13 @@ Order = GenerationRequest | Cancel | Join | None  # None: end, with nothing left
 
 
 class Child:
-    """A process at the other end of a pipe. Forked from one that has everything imported, it starts in a second or two."""
+    """A process at the other end of a pipe. Forked from one that has most imported, it starts in a second or two."""
 
     def __init__(self, work: Callable[[Connection], None]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(
+            ["cluster.draft", "cluster.grpc_server", "cluster.target", "engine.drafters.model"]
+        )
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs,), daemon=True)
         self._process.start()
