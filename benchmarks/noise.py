@@ -40,9 +40,11 @@ def measure(vocab_size: int, rows: int, spread: float, times: int) -> dict[str, 
         keys = noise.keys(position, range(rows))
         results: dict[str, torch.Tensor] = {}
         ways: dict[str, Callable[[], object]] = {
-            "greedy": lambda: sampling.choose(logits, SamplingParams(0.0), None),
+            "greedy": lambda: sampling.choose(logits, [SamplingParams(0.0)] * rows, None),
             "whole": lambda keys=keys, results=results: results.update(whole=whole(logits, params, keys)),  # type: ignore[misc]
-            "bounded": lambda keys=keys, results=results: results.update(bounded=sampling.choose(logits, params, keys)),  # type: ignore[misc]
+            "bounded": lambda keys=keys, results=results: results.update(
+                bounded=torch.from_numpy(sampling.choose(logits, [params] * rows, keys))
+            ),  # type: ignore[misc]
             "propose": lambda keys=keys: sampling.propose(logits, [params] * rows, keys, CHILDREN),  # type: ignore[misc]
         }
         for name, way in ways.items():

@@ -9,7 +9,7 @@ to be among the best has no need of them: see `contenders`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,12 @@ def _noise_of(uniform: torch.Tensor) -> torch.Tensor:
 
 def keys(seed: int, positions: Iterable[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Keys for several positions of one sample: int64 [n]."""
-    return torch.tensor([_signed(key(seed, position)) for position in positions], dtype=torch.int64, device=device)
+    return keys_of([(seed, position) for position in positions], device)
+
+
+def keys_of(places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Keys for (seed, position) of any samples: int64 [n]."""
+    return torch.tensor([_signed(key(*place)) for place in places], dtype=torch.int64, device=device)
 
 
 def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:

@@ -6,6 +6,7 @@ lowest token id is the best. On CPUs noise is computed only for tokens that can 
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ _SHARPNESS = 3.5  # a draft's softmax is flatter than its hit rate; the best of 
 
 
 def scores(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
-    """What the argmax is taken of: float32 [n, vocab_size], -inf for tokens that are filtered out.
+    """The rule itself, what the argmax is taken of: float32 [n, vocab_size], -inf for tokens that are filtered out.
 
     logits: [n, vocab_size], processed; noise: float32 [n, vocab_size], needed when the temperature is not 0.
     """
@@ -31,37 +32,18 @@ def scores(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | N
     return restrict(logits / params.temperature, params) + noise
 
 
-def choose(logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None) -> torch.Tensor:
-    """The chosen token of each row, int64 [n]: the argmax of `scores`.
+def choose(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None) -> IntArray:
+    """The chosen token of each row, [n]: the argmax of `scores`.
 
-    keys: int64 [n], of the rows' noise (`engine.noise.keys`), needed when the temperature is not 0.
+    params: of each row; keys: int64 [n], of the rows' noise (`engine.noise.keys_of`), needed when a row is not greedy.
     """
-    if params.temperature > 0 and logits.is_cpu:
-        return torch.from_numpy(_best_with_noise(logits, params, keys, 1)[0][:, 0]).long()
-    return scores(logits, params, _noise(logits, keys)).argmax(-1)
+    return _best(logits, params, keys, 1)[0][:, 0]
 
 
-def margins(logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None) -> torch.Tensor:
-    """Distance between the best and the second best score of each row, float32 [n]: how close to a tie it was."""
-    if params.temperature > 0 and logits.is_cpu:
-        best = torch.from_numpy(_best_with_noise(logits, params, keys, 2)[1])
-    else:
-        best = scores(logits, params, _noise(logits, keys)).topk(2, dim=-1).values
+def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None) -> FloatArray:
+    """Distance between the best and the second best score of each row, [n]: how close to a tie it was. See `choose`."""
+    best = _best(logits, params, keys, 2)[1]
     return best[:, 0] - best[:, 1]
-
-
-def _noise(logits: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor | None:
-    """The noise of whole rows, [n, vocab_size]."""
-    return None if keys is None else gumbel(keys[:, None], torch.arange(logits.shape[-1], device=logits.device))
-
-
-def _best_with_noise(
-    logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None, count: int
-) -> tuple[IntArray, FloatArray]:
-    """The `count` best tokens of each row on a CPU, and their scores."""
-    assert keys is not None
-    values = restrict(logits.float() / params.temperature, params)
-    return _largest_with_noise(values.numpy(), keys.numpy(), count)
 
 
 def logprobs(logits: torch.Tensor, chosen: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -107,23 +89,35 @@ def propose(
     logits: [n, vocab_size] of the draft; params: of each row; keys: int64 [n], of the target's noise, needed when a row is
     not greedy.
     """
+    candidates = max(count, min(_CANDIDATES, logits.shape[-1]))
+    tokens, best = _best(logits, params, keys, candidates)
+    return tokens[:, :count], _shares(best)[:, :count]
+
+
+def _best(
+    logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
+) -> tuple[IntArray, FloatArray]:
+    """The `count` tokens of each row with the best scores, the best first, and these scores; see `choose`."""
+    greedy = torch.tensor([row.temperature == 0 for row in params], dtype=torch.bool, device=logits.device)
     values = logits.float()
-    greedy = torch.tensor([row.temperature == 0 for row in params], device=logits.device)
     if not greedy.all():
         values = values / torch.tensor([[row.temperature or 1.0] for row in params], device=logits.device)
-        for i, row in enumerate(params):
+        for _, group in groupby(range(len(params)), key=lambda i: id(params[i])):  # rows of a sequence share theirs
+            rows = list(group)
+            part, row = slice(rows[0], rows[-1] + 1), params[rows[0]]
             if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
-                values[i] = restrict(values[i : i + 1], row)[0]
-    candidates = max(count, min(_CANDIDATES, values.shape[-1]))
+                values[part] = restrict(values[part], row)
     if values.is_cpu:
-        tokens, best = _largest_of(values.numpy(), greedy.numpy(), None if keys is None else keys.numpy(), candidates)
+        return _largest_of(values.numpy(), greedy.numpy(), None if keys is None else keys.numpy(), count)
+    if keys is not None:
+        noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
+        values = values + noise.masked_fill(greedy[:, None], 0.0)
+    if count == 1:  # topk promises nothing about ties
+        tokens = values.argmax(-1, keepdim=True)
+        best = values.gather(-1, tokens)
     else:
-        noise = _noise(values, keys)
-        if noise is not None:
-            values = values + noise.masked_fill(greedy[:, None], 0.0)
-        highest = values.topk(candidates, dim=-1)
-        tokens, best = highest.indices.int().cpu().numpy(), highest.values.cpu().numpy()
-    return tokens[:, :count], _shares(best)[:, :count]
+        best, tokens = values.topk(count, dim=-1)
+    return tokens.int().cpu().numpy(), best.cpu().numpy()
 
 
 def _largest_of(values: FloatArray, greedy: BoolArray, keys: Keys | None, count: int) -> tuple[IntArray, FloatArray]:

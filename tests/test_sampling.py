@@ -29,6 +29,11 @@ def some_logits(*shape: int, seed: int = 0) -> torch.Tensor:
     return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def choose(logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None) -> torch.Tensor:
+    """For rows with the same parameters."""
+    return torch.from_numpy(sampling.choose(logits, [params] * len(logits), keys)).long()
+
+
 def keys_at(position: int) -> torch.Tensor:
     """The keys of one position of many samples: int64 [SEEDS]."""
     return torch.cat([noise.keys(seed, [position]) for seed in range(SEEDS)])
@@ -72,7 +77,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 @pytest.mark.parametrize("params", FILTERS)
 def test_single_tokens_follow_the_filtered_softmax(params: SamplingParams) -> None:
     logits = some_logits(40)
-    chosen = sampling.choose(logits.expand(SEEDS, -1), params, keys_at(11))
+    chosen = choose(logits.expand(SEEDS, -1), params, keys_at(11))
     probabilities = torch.tensor(reference(logits, params))
     counts = torch.bincount(chosen, minlength=40)
     assert counts[probabilities == 0].sum() == 0
@@ -84,8 +89,8 @@ def test_pairs_of_tokens_follow_the_product(params: SamplingParams) -> None:
     """The second token's logits depend on the first token, as in a language model."""
     size = 9
     logits, then = some_logits(size, seed=1), some_logits(size, size, seed=2)
-    first = sampling.choose(logits.expand(SEEDS, -1), params, keys_at(4))
-    second = sampling.choose(then[first], params, keys_at(5))
+    first = choose(logits.expand(SEEDS, -1), params, keys_at(4))
+    second = choose(then[first], params, keys_at(5))
     given_first = torch.tensor([reference(row, params) for row in then])
     probabilities = torch.tensor(reference(logits, params))[:, None] * given_first
     counts = torch.bincount(first * size + second, minlength=size * size)
@@ -97,7 +102,7 @@ def test_neighbouring_positions_of_one_sample_are_independent() -> None:
     """All positions of one seed, as a long output has them."""
     size, count = 6, 40_000
     logits = some_logits(size, seed=3)
-    chosen = sampling.choose(logits.expand(count, -1), SamplingParams(1.0), noise.keys(0, range(count)))
+    chosen = choose(logits.expand(count, -1), SamplingParams(1.0), noise.keys(0, range(count)))
     single = logits.double().softmax(-1)
     counts = torch.bincount(chosen[0::2] * size + chosen[1::2], minlength=size * size)
     assert chi_square(counts, torch.outer(single, single).flatten()) < 4
@@ -151,20 +156,20 @@ def test_no_filter_changes_nothing() -> None:
 def test_temperature_zero_is_argmax_whatever_else_is_set() -> None:
     logits = some_logits(30, 50)
     params = SamplingParams(0.0, top_k=3, top_p=0.1, min_p=0.5, seed=9)
-    assert torch.equal(sampling.choose(logits, params, None), logits.argmax(-1))
+    assert torch.equal(choose(logits, params, None), logits.argmax(-1))
 
 
 def test_a_choice_is_the_argmax_of_scaled_logits_plus_noise() -> None:
     logits, keys = some_logits(30, 50), noise.keys(1, range(30))
     values = noise.gumbel(keys[:, None], torch.arange(50))
-    assert torch.equal(sampling.choose(logits, SamplingParams(0.5), keys), (2 * logits + values).argmax(-1))
+    assert torch.equal(choose(logits, SamplingParams(0.5), keys), (2 * logits + values).argmax(-1))
 
 
 def test_the_inputs_are_left_alone() -> None:
     logits = some_logits(3, 50)
     copy = logits.clone()
     for params in FILTERS:
-        sampling.choose(logits, params, noise.keys(0, range(3)))
+        choose(logits, params, noise.keys(0, range(3)))
         rows = [params, replace(params, temperature=0.0), params]
         sampling.propose(logits, rows, keys_of(rows, [1, 2, 3]), 4)
     assert torch.equal(logits, copy)
@@ -172,10 +177,11 @@ def test_the_inputs_are_left_alone() -> None:
 
 def test_margins_are_the_distance_to_the_second_best() -> None:
     logits = torch.tensor([[1.0, 3.5, 3.0], [2.0, 2.0, 0.0]])
-    assert sampling.margins(logits, SamplingParams(), None).tolist() == [0.5, 0.0]
+    assert sampling.margins(logits, [SamplingParams()] * 2, None).tolist() == [0.5, 0.0]
     keys = noise.keys(0, range(2))
     best = (2 * logits + noise.gumbel(keys[:, None], torch.arange(3))).sort(descending=True).values
-    assert torch.equal(sampling.margins(logits, SamplingParams(0.5), keys), best[:, 0] - best[:, 1])
+    margins = torch.from_numpy(sampling.margins(logits, [SamplingParams(0.5)] * 2, keys))
+    assert torch.equal(margins, best[:, 0] - best[:, 1])
 
 
 # a draft's guesses
@@ -193,7 +199,7 @@ def test_a_draft_with_the_targets_logits_guesses_the_targets_token(params: Sampl
     positions = list(range(3, 67))
     tokens, _ = sampling.propose(logits, rows, keys_of(rows, positions), 4)
     for i, row in enumerate(rows):
-        assert tokens[i, 0] == sampling.choose(logits[i : i + 1], row, noise.keys(row.seed, [positions[i]]))[0]
+        assert tokens[i, 0] == choose(logits[i : i + 1], row, noise.keys(row.seed, [positions[i]]))[0]
 
 
 def test_guesses_of_mixed_rows_are_those_of_each_row_alone() -> None:

@@ -141,12 +141,11 @@ class HeadsDrafter:
         states = torch.stack([held.state for held in sessions if held.state is not None])
         hidden = self._heads(states).transpose(0, 1)  # [sessions, heads, hidden_size]
         heads = hidden.shape[1]
-        positions = [range(held.length, held.length + heads) for held in sessions]
-        keys = torch.cat([noise.keys(held.params.seed, at) for held, at in zip(sessions, positions, strict=True)])
+        places = [(held.params.seed, held.length + head) for held in sessions for head in range(heads)]
         params = [held.params for held in sessions for _ in range(heads)]
         children = self._combining.children
         logits = self._target.logits(hidden.flatten(0, 1))
-        tokens, confidences = sampling.propose(logits, params, keys.to(logits.device), children)
+        tokens, confidences = sampling.propose(logits, params, noise.keys_of(places, logits.device), children)
         return tokens.reshape(-1, heads, children), confidences.reshape(-1, heads, children)
 
 

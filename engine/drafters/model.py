@@ -256,9 +256,9 @@ class ModelDrafter:
 
     def _keys(self, places: list[tuple[int, int]]) -> torch.Tensor:
         """Of the noise of the token after each node, int64 [n]."""
-        keys = []
+        where = []
         for session, node in places:
             held = self._sessions[session]
             position = len(held.tokens) + (int(held.tree.depth[node]) if node >= 0 else 0)
-            keys.append(noise.keys(held.params.seed, [position]))
-        return torch.cat(keys).to(self._runner.device)
+            where.append((held.params.seed, position))
+        return noise.keys_of(where, self._runner.device)
