@@ -248,8 +248,6 @@ class TargetReplica:
         if limit_s <= 0:
             return 0.0
         started = time.monotonic()
-        for running in missed:
-            running.sequence.prepare()
         arrived = False
         while not arrived and (left := started + limit_s - time.monotonic()) > 0:
             self._loop.listen()

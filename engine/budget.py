@@ -247,14 +247,15 @@ class Patience:
 
     Growth that comes in time saves (tokens accepted after a wait) x (seconds per token) less what verifying costs. If it
     usually comes sooner than that, it is worth waiting for, though never much longer; else the step starts at once, and only
-    now and then is it looked again how long growth takes.
+    now and then is it looked again how long growth takes: more and more rarely, as long as nothing at all is accepted.
     """
 
     _RATE = 0.2  # weight of the newest observation
-    _LOOK_EVERY = 8  # misses
+    _LOOK_EVERY, _RAREST = 8, 1024  # misses
 
     def __init__(self) -> None:
         self._misses = 0
+        self._look_every = self._LOOK_EVERY
         self._waited = False  # before the step that comes
         self._reaction_s = 0.0  # from a miss to growth; a wait in vain counts double
         self._accepted = 0.5  # draft tokens in a step after a wait
@@ -268,16 +269,19 @@ class Patience:
         worth = self._accepted * self._token_s - max(0.0, self._verifying_s - self._alone_s)
         if self._reaction_s < worth:
             return 2 * worth
-        return self._token_s if self._misses % self._LOOK_EVERY == 0 else 0.0
+        return self._token_s if self._misses % self._look_every == 0 else 0.0
 
     def waited(self, seconds: float, arrived: bool) -> None:
         """A wait ended."""
         self._waited = arrived
         self._reaction_s = self._blend(self._reaction_s, seconds if arrived else 2 * seconds)
+        self._look_every = min(2 * self._look_every, self._RAREST)
 
     def stepped(self, seconds: float, tokens: int, accepted: int, verified: bool) -> None:
         """A step ended that committed `tokens`, of which `accepted` were draft tokens."""
         self._token_s = self._blend(self._token_s, seconds / max(1, tokens))
+        if accepted:
+            self._look_every = self._LOOK_EVERY
         if not verified:
             self._alone_s = self._blend(self._alone_s, seconds)
         elif self._waited:

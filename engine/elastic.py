@@ -13,7 +13,7 @@ from engine.types import GenerationRequest
 class ElasticSequence(Sequence):
     """A sequence that holds no KV until it enters a batch, and none after it left.
 
-    Everything else it keeps: tokens, noise, the state of its stop strings. So it goes on where it was, once it has
+    Everything else it keeps: tokens, the state of its stop strings. So it goes on where it was, once it has
     computed again what the pool forgot meanwhile.
     """
 

@@ -3,16 +3,35 @@
 A counter-based generator in the manner of Salmon et al. 2011 (https://doi.org/10.1145/2063384.2063405): a key is derived
 from seed and position, then mixed with the token id by splitmix64's finalizer (Steele et al. 2014,
 https://doi.org/10.1145/2660193.2660195). Integers are 64 bits wide and wrap, so every device computes the same ones.
+
+Over a large vocabulary the two logarithms are what costs. A token whose 52 random bits are below what its logit would need
+to be among the best has no need of them: see `contenders`.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from engine.compiled import compiled
+from engine.types import BoolArray, FloatArray, IntArray
+
+Keys = npt.NDArray[np.int64]
+Uniforms = npt.NDArray[np.float64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNIT = 2.0**-52  # 52 random bits and a half: never 0, never 1, and the largest noise is 36.7
+
+_LOWEST, _HIGHEST = -4.0, 37.0  # all noise is in between
+_FINE = 16  # of the thresholds for one unit of noise
+_STEPS = _LOWEST + np.arange(int((_HIGHEST - _LOWEST) * _FINE) + 1) / _FINE
+# Bits below _BITS_FOR[i] give less noise than _STEPS[i], rounding and all.
+_BITS_FOR = np.maximum(np.floor(np.exp(-np.exp(-_STEPS)) * (1 - 1e-9) * 2.0**52) - 2, 0).astype(np.uint64)
+_SPARE = 4  # contenders kept beside those asked for: ties within rounding
 
 
 def _signed(value: int) -> int:
@@ -54,36 +73,80 @@ def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     keys: int64, from `key`; tokens: int64 token ids on the same device.
     """
     bits = _mix(keys + tokens * _signed(_GOLDEN))
-    uniform = ((bits >> 12) & (2**52 - 1)).to(torch.float64).add_(0.5).mul_(_UNIT)
+    return _noise_of(((bits >> 12) & (2**52 - 1)).to(torch.float64).add_(0.5).mul_(_UNIT))
+
+
+def _noise_of(uniform: torch.Tensor) -> torch.Tensor:
+    """Of float64 uniforms, which it overwrites."""
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
 
 
 def keys(seed: int, positions: Iterable[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Keys for several positions of one sample: int64 [n]."""
-    return torch.tensor([_signed(key(seed, position)) for position in positions], dtype=torch.int64, device=device)
+    return keys_of([(seed, position) for position in positions], device)
 
 
-class NoiseRows:
-    """The noise of one sample over the whole vocabulary, each position computed once and kept while it can be used."""
+def keys_of(places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Keys for (seed, position) of any samples: int64 [n]."""
+    return torch.tensor([_signed(key(*place)) for place in places], dtype=torch.int64, device=device)
 
-    def __init__(self, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self._seed = seed
-        self._tokens = torch.arange(vocab_size, dtype=torch.int64, device=device)
-        self._rows: dict[int, torch.Tensor] = {}
 
-    def rows(self, positions: list[int]) -> torch.Tensor:
-        """Noise for these positions: float32 [len(positions), vocab_size]."""
-        self.prepare(positions)
-        return torch.stack([self._rows[position] for position in positions])
+def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:
+    """Of each row [n, vocab_size] the tokens that can be among the `count` best of values + noise, and their noise.
 
-    def prepare(self, positions: Iterable[int]) -> None:
-        """Computes what is missing of these positions' noise now, to have it later."""
-        missing = sorted({position for position in positions if position not in self._rows})
-        if missing:
-            new = gumbel(keys(self._seed, missing, self._tokens.device)[:, None], self._tokens)
-            self._rows.update(zip(missing, new.unbind(0), strict=True))
+    Returns tokens [n, m], -1 behind the last one, and their noise [n, m], as `gumbel` gives it. The third, [n], is False for
+    rows whose best may be among others too: more of them are equal within rounding than are kept.
+    """
+    tokens, uniforms, sure = _contenders(values, keys, count, count + _SPARE)
+    noise: FloatArray = _noise_of(torch.from_numpy(uniforms)).numpy()
+    return tokens, noise, sure
 
-    def forget_before(self, position: int) -> None:
-        """Drops rows that no step can need again."""
-        for old in [known for known in self._rows if known < position]:
-            del self._rows[old]
+
+@compiled
+def _contenders(values: FloatArray, keys: Keys, count: int, room: int) -> tuple[IntArray, Uniforms, BoolArray]:
+    """The `room` best of each row by scores in double precision, and their uniforms; whether that is enough to be sure."""
+    rows, size = values.shape
+    tokens = np.full((rows, room), -1, np.int32)
+    uniforms = np.full((rows, room), 0.5)
+    sure = np.ones(rows, np.bool_)
+    best = np.empty(room)
+    for row in range(rows):
+        key = np.uint64(keys[row])
+        best[:] = -np.inf
+        for token in range(size):
+            need = best[room - 1] - values[row, token]  # noise, to be among them
+            if not need < _HIGHEST:  # also where the value is -inf, or no number
+                continue
+            bits = _bits(key, np.uint64(token))
+            if need > _LOWEST and bits < _BITS_FOR[int((need - _LOWEST) * _FINE)]:
+                continue
+            uniform = (np.float64(bits) + 0.5) * _UNIT
+            score = values[row, token] - math.log(-math.log(uniform))
+            if score > best[room - 1]:
+                at = room - 1
+                while at > 0 and best[at - 1] < score:
+                    best[at], tokens[row, at], uniforms[row, at] = (
+                        best[at - 1],
+                        tokens[row, at - 1],
+                        uniforms[row, at - 1],
+                    )
+                    at -= 1
+                best[at], tokens[row, at], uniforms[row, at] = score, token, uniform
+        low, high = best[count - 1], best[room - 1]
+        sure[row] = high == -np.inf or low - _rounding(low) > high + _rounding(high)
+    return tokens, uniforms, sure
+
+
+@compiled
+def _rounding(score: float) -> float:
+    """How far a score in single precision can be from the one in double precision."""
+    return 1e-5 + 2.4e-7 * abs(score)
+
+
+@compiled
+def _bits(key: np.uint64, token: np.uint64) -> np.uint64:
+    """The 52 random bits of one token: `_mix`, for unsigned integers that wrap."""
+    value = key + token * np.uint64(_GOLDEN)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
+    return (value ^ (value >> np.uint64(31))) >> np.uint64(12)

@@ -1,16 +1,19 @@
 """Logits to tokens: the only place. Coupled sampling: argmax over logits/T + Gumbel(seed, position, token).
 
 With the noise fixed, the choice is a function of the logits alone, and over seeds it follows the softmax exactly (the
-Gumbel-max trick: Maddison et al. 2014, https://arxiv.org/abs/1411.0030). With T = 0 it is plain argmax.
+Gumbel-max trick: Maddison et al. 2014, https://arxiv.org/abs/1411.0030). With T = 0 it is plain argmax. Of equal scores the
+lowest token id is the best. On CPUs noise is computed only for tokens that can be among the best: the outcome is the same.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from engine.compiled import compiled
-from engine.types import FloatArray, IntArray, SamplingParams, TokenLogprobs
+from engine.noise import Keys, contenders, gumbel
+from engine.types import BoolArray, FloatArray, IntArray, SamplingParams, TokenLogprobs
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
@@ -18,7 +21,7 @@ _SHARPNESS = 3.5  # a draft's softmax is flatter than its hit rate; the best of 
 
 
 def scores(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
-    """What the argmax is taken of: float32 [n, vocab_size], -inf for tokens that are filtered out.
+    """The rule itself, what the argmax is taken of: float32 [n, vocab_size], -inf for tokens that are filtered out.
 
     logits: [n, vocab_size], processed; noise: float32 [n, vocab_size], needed when the temperature is not 0.
     """
@@ -29,14 +32,17 @@ def scores(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | N
     return restrict(logits / params.temperature, params) + noise
 
 
-def choose(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
-    """The chosen token of each row, int64 [n]; see `scores` for the arguments."""
-    return scores(logits, params, noise).argmax(-1)
+def choose(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None) -> IntArray:
+    """The chosen token of each row, [n]: the argmax of `scores`.
+
+    params: of each row; keys: int64 [n], of the rows' noise (`engine.noise.keys_of`), needed when a row is not greedy.
+    """
+    return _best(logits, params, keys, 1)[0][:, 0]
 
 
-def margins(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
-    """Distance between the best and the second best score of each row, float32 [n]: how close to a tie it was."""
-    best = scores(logits, params, noise).topk(2, dim=-1).values
+def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None) -> FloatArray:
+    """Distance between the best and the second best score of each row, [n]: how close to a tie it was. See `choose`."""
+    best = _best(logits, params, keys, 2)[1]
     return best[:, 0] - best[:, 1]
 
 
@@ -76,27 +82,87 @@ def _nucleus_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def propose(
-    logits: torch.Tensor, params: Sequence[SamplingParams], noise: torch.Tensor | None, count: int
+    logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
 ) -> tuple[IntArray, FloatArray]:
     """A draft's guesses at what `choose` will give a better model: (tokens, confidences), both [n, count].
 
-    logits: [n, vocab_size] of the draft; params: of each row; noise: float32 [n, vocab_size], the target's, zeros in greedy
-    rows, needed when a row is not greedy.
+    logits: [n, vocab_size] of the draft; params: of each row; keys: int64 [n], of the target's noise, needed when a row is
+    not greedy.
     """
-    values = logits.float()
-    if noise is not None:
-        values = values / torch.tensor([[row.temperature or 1.0] for row in params], device=logits.device)
-        for i, row in enumerate(params):
-            if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
-                values[i] = restrict(values[i : i + 1], row)[0]
-        values = values + noise
-    candidates = max(count, min(_CANDIDATES, values.shape[-1]))
-    if values.is_cpu:
-        tokens, best = _largest(values.numpy(), candidates)
-    else:
-        highest = values.topk(candidates, dim=-1)
-        tokens, best = highest.indices.int().cpu().numpy(), highest.values.cpu().numpy()
+    candidates = max(count, min(_CANDIDATES, logits.shape[-1]))
+    tokens, best = _best(logits, params, keys, candidates)
     return tokens[:, :count], _shares(best)[:, :count]
+
+
+def _best(
+    logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
+) -> tuple[IntArray, FloatArray]:
+    """The `count` tokens of each row with the best scores, the best first, and these scores; see `choose`."""
+    greedy = torch.tensor([row.temperature == 0 for row in params], dtype=torch.bool, device=logits.device)
+    values = logits.float()
+    if not greedy.all():
+        values = values / torch.tensor([[row.temperature or 1.0] for row in params], device=logits.device)
+        for _, group in groupby(range(len(params)), key=lambda i: id(params[i])):  # rows of a sequence share theirs
+            rows = list(group)
+            part, row = slice(rows[0], rows[-1] + 1), params[rows[0]]
+            if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
+                values[part] = restrict(values[part], row)
+    if values.is_cpu:
+        return _largest_of(values.numpy(), greedy.numpy(), None if keys is None else keys.numpy(), count)
+    if keys is not None:
+        noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
+        values = values + noise.masked_fill(greedy[:, None], 0.0)
+    if count == 1:  # topk promises nothing about ties
+        tokens = values.argmax(-1, keepdim=True)
+        best = values.gather(-1, tokens)
+    else:
+        best, tokens = values.topk(count, dim=-1)
+    return tokens.int().cpu().numpy(), best.cpu().numpy()
+
+
+def _largest_of(values: FloatArray, greedy: BoolArray, keys: Keys | None, count: int) -> tuple[IntArray, FloatArray]:
+    """The `count` best of each row, with noise where it is not greedy."""
+    if greedy.all():
+        return _largest(values, count)
+    assert keys is not None
+    if not greedy.any():
+        return _largest_with_noise(values, keys, count)
+    tokens, best = np.zeros((len(values), count), np.int32), np.zeros((len(values), count), np.float32)
+    tokens[greedy], best[greedy] = _largest(values[greedy], count)
+    tokens[~greedy], best[~greedy] = _largest_with_noise(values[~greedy], keys[~greedy], count)
+    return tokens, best
+
+
+def _largest_with_noise(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray]:
+    """The `count` largest of values + noise in each row: what `_largest` gives for their sum, without most of the noise."""
+    tokens, noise, sure = contenders(values, keys, count)
+    found, best = _ranked(values, tokens, noise, count)
+    for row in np.flatnonzero(~sure):
+        whole = gumbel(torch.from_numpy(keys[row : row + 1]), torch.arange(values.shape[1])).numpy()
+        found[row : row + 1], best[row : row + 1] = _largest(values[row : row + 1] + whole, count)
+    return found, best
+
+
+@compiled
+def _ranked(values: FloatArray, tokens: IntArray, noise: FloatArray, count: int) -> tuple[IntArray, FloatArray]:
+    """The `count` best of the given tokens of each row and their scores, zeros and -inf behind the last one."""
+    rows, given = tokens.shape
+    found = np.zeros((rows, count), np.int32)
+    best = np.full((rows, count), -np.inf, np.float32)
+    for row in range(rows):
+        for place in range(given):
+            token = tokens[row, place]
+            if token < 0:
+                break
+            score = values[row, token] + noise[row, place]
+            at = count
+            while at > 0 and (best[row, at - 1] < score or (best[row, at - 1] == score and found[row, at - 1] > token)):
+                if at < count:
+                    best[row, at], found[row, at] = best[row, at - 1], found[row, at - 1]
+                at -= 1
+            if at < count:
+                best[row, at], found[row, at] = score, token
+    return found, best
 
 
 @compiled

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from engine import sampling
+from engine import noise, sampling
 from engine.attention import SequenceRows, chain_rows
 from engine.grammar import Vocabulary
 from engine.kv import KVPool, Lease
-from engine.noise import NoiseRows
 from engine.processors import Paths, check_known, make_processors
 from engine.runner import ModelRunner
 from engine.text import OutputText
@@ -29,7 +28,6 @@ from engine.verify import walk
 MAX_WINDOW = 63  # draft tokens per step and sequence; a sequence's lease has room for them behind its last token
 
 _NONE = -1  # the choice where no token is allowed
-_PREPARED = 4  # positions: what a step usually walks along
 
 
 class Sequence:
@@ -50,7 +48,6 @@ class Sequence:
         self.computed = 0
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None  # set with the finish reason "error"
-        self.noise = NoiseRows(params.seed, runner.vocab_size, runner.device) if params.temperature > 0 else None
         self._ends = end_tokens(params, runner)
         self.processors = make_processors(
             params, self.tokens, len(request.prompt), self._ends, runner.vocab_size, vocabulary
@@ -73,11 +70,6 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether committed tokens other than the last still need KV."""
         return self.computed < len(self.tokens) - 1
-
-    def prepare(self) -> None:
-        """Computes what the next steps need and what is known already: the noise of the next positions."""
-        if self.noise is not None:
-            self.noise.prepare(range(len(self.tokens), len(self.tokens) + _PREPARED))
 
     def append(self, tokens: list[int]) -> list[int]:
         """Commits tokens up to the first that ends the request; returns the committed ones."""
@@ -190,13 +182,22 @@ class Stepper:
         batch = [self._rows(plan) for plan in plans]
         logits = self.runner.forward(batch)
         counts = [len(rows.tokens) - rows.wanted for rows in batch]
-        parts = logits.split(counts)
-        for plan, part in zip(plans, parts, strict=True):
-            if not bool(torch.isfinite(part.sum())):
-                self.runner.pool.wipe(plan.sequence.lease)
-                raise StepError(plan.sequence.request.request_id)
-        outcomes = [self._commit(plan, rows, part) for plan, rows, part in zip(plans, batch, parts, strict=True)]
+        self._check_finite(plans, logits, counts)
+        choices, margins = self._choose(plans, batch, logits, counts)
+        outcomes = []
+        stop = 0
+        for plan, rows, count in zip(plans, batch, counts, strict=True):
+            own = slice(stop, stop := stop + count)
+            outcomes.append(self._commit(plan, rows, logits[own], choices[own], margins[own]))
         return self._with_states(plans, outcomes, counts) if self._states else outcomes
+
+    def _check_finite(self, plans: Seq[Plan], logits: torch.Tensor, counts: list[int]) -> None:
+        finite = torch.isfinite(logits.sum(-1))
+        if not bool(finite.all()):
+            for plan, part in zip(plans, finite.split(counts), strict=True):
+                if not bool(part.all()):
+                    self.runner.pool.wipe(plan.sequence.lease)
+                    raise StepError(plan.sequence.request.request_id)
 
     def _with_states(self, plans: Seq[Plan], outcomes: list[Outcome], counts: list[int]) -> list[Outcome]:
         """Adds the hidden states at the ends of the walks; counts: wanted rows of each plan."""
@@ -234,49 +235,62 @@ class Stepper:
             visible=tree.visible(rows, rows),
         )
 
-    def _commit(self, plan: Plan, rows: SequenceRows, logits: torch.Tensor) -> Outcome:
-        """Chooses, walks, moves the accepted tokens' KV into place."""
+    def _commit(
+        self, plan: Plan, rows: SequenceRows, logits: torch.Tensor, choices: list[int], margins: list[float]
+    ) -> Outcome:
+        """Walks, moves the accepted tokens' KV into place. logits, choices, margins: of the plan's wanted rows."""
         sequence = plan.sequence
-        if len(logits) == 0:
+        if len(choices) == 0:
             sequence.advance(sequence.computed + len(rows.tokens))
             return Outcome(sequence, [], 0, 0, [], [])
-        nodes = [ROOT] if len(logits) == 1 or plan.nodes is None else [ROOT, *plan.nodes.tolist()]
+        nodes = [ROOT] if len(choices) == 1 or plan.nodes is None else [ROOT, *plan.nodes.tolist()]
         row_of = {node: row for row, node in enumerate(nodes)}
-        choices, margins = self._choose(sequence, rows, logits)
-        tree = plan.tree if plan.tree is not None and len(nodes) > 1 else TokenTree(sequence.tokens[-1], 1)
-        tokens = walk(tree, set(nodes[1:]), lambda node: choices[row_of[node]])
-        path = tree.along(tokens[:-1])
+        tokens, path = choices[:1], []
+        if plan.tree is not None and len(nodes) > 1:
+            tokens = walk(plan.tree, set(nodes[1:]), lambda node: choices[row_of[node]])
+            path = plan.tree.along(tokens[:-1])
         taken = sequence.append([token for token in tokens if token != _NONE])
         if tokens[-1] == _NONE and sequence.finish_reason is None:
             sequence.fail("no token is allowed here: the grammar, bad words and min_tokens exclude each other")
         accepted = min(len(path), len(taken))
-        base = sequence.computed + len(rows.tokens) - len(logits)  # position of the root
-        moved = [row_of[node] for node in path[:accepted]]
-        slots = sequence.lease.slots
-        self.runner.pool.move([int(slots[base + row]) for row in moved], slots[base + 1 : base + 1 + accepted].tolist())
+        base = sequence.computed + len(rows.tokens) - len(choices)  # position of the root
+        if accepted:
+            moved = [base + row_of[node] for node in path[:accepted]]
+            slots = sequence.lease.slots
+            self.runner.pool.move(slots[moved].tolist(), slots[base + 1 : base + 1 + accepted].tolist())
         sequence.advance(base + 1 + accepted)
-        if sequence.noise is not None:
-            sequence.noise.forget_before(len(sequence.tokens))
         walked = [row_of[node] for node in [ROOT, *path]][: len(taken)]
         count = sequence.request.params.logprobs
         likely = sampling.logprobs(logits[walked], taken, count) if count is not None and taken else []
         kept = [margins[row] for row in walked] if margins else []
         end = path[-1] if path else ROOT
-        refused = len(nodes) > 1 and bool((tree.parent[nodes[1:]] == end).any())
+        refused = plan.tree is not None and len(nodes) > 1 and bool((plan.tree.parent[nodes[1:]] == end).any())
         return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely, choices)
 
-    def _choose(self, sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """The target's token after each wanted row, or _NONE, and its margin when margins are asked for."""
-        params = sequence.request.params
-        if sequence.processors is not None:
-            logits = sequence.processors.apply(logits, _paths(rows))
-        positions = [position + 1 for position in rows.positions[rows.wanted :]]
-        noise = sequence.noise.rows(positions) if sequence.noise is not None else None
-        choices: list[int] = sampling.choose(logits, params, noise).tolist()
-        if sequence.processors is not None:
+    def _choose(
+        self, plans: Seq[Plan], batch: list[SequenceRows], logits: torch.Tensor, counts: list[int]
+    ) -> tuple[list[int], list[float]]:
+        """The target's token after each wanted row, or _NONE, and their margins when they are asked for."""
+        if len(logits) == 0:
+            return [], []
+        processed: list[torch.Tensor] | None = None
+        if any(plan.sequence.processors is not None for plan in plans):
+            processed = list(logits.split(counts))
+            for i, plan in enumerate(plans):
+                if plan.sequence.processors is not None and counts[i]:
+                    processed[i] = plan.sequence.processors.apply(processed[i], _paths(batch[i]))
+            logits = torch.cat(processed)
+        params = [plan.sequence.request.params for plan, count in zip(plans, counts, strict=True) for _ in range(count)]
+        positions = [position + 1 for rows in batch for position in rows.positions[rows.wanted :]]
+        keys = None
+        if any(row.temperature > 0 for row in params):
+            places = [(row.seed, position) for row, position in zip(params, positions, strict=True)]
+            keys = noise.keys_of(places, logits.device)
+        choices: list[int] = sampling.choose(logits, params, keys).tolist()
+        if processed is not None:
             possible = (logits.amax(-1) > -torch.inf).tolist()
             choices = [choice if any_left else _NONE for choice, any_left in zip(choices, possible, strict=True)]
-        margins: list[float] = sampling.margins(logits, params, noise).tolist() if self._margins else []
+        margins: list[float] = sampling.margins(logits, params, keys).tolist() if self._margins else []
         return choices, margins
 
 

@@ -1,7 +1,7 @@
 """The first promise as a program: every drafter, window, batch, link and temperature gives the tokens of plain decoding.
 
-`make exact` runs the full matrix: in one process, through target and draft replicas, and through a server. The tests run a
-sample of it.
+`make exact` runs the full matrix: in one process, through target and draft replicas, also while requests are cancelled and
+replicas killed, and through a server. The tests run a sample of it.
 """
 
 import argparse
@@ -410,13 +410,16 @@ def local_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Toke
 
 def main() -> int:
     """Exits with 1 when an output is wrong."""
-    from tests.served import served_matrix  # it imports this file, which tests import that need no Ray
+    from tests.faults import STREAMS, faults_matrix  # they import this file
+    from tests.served import served_matrix  # likewise, which tests import that need no Ray
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=50, help="how many of the bundled prompts")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each")
     parser.add_argument("--count", type=int, default=100, help="how many of them through a server")
-    parser.add_argument("--part", choices=["engine", "pipeline", "served", "all"], default="all", help="what to run")
+    parser.add_argument(
+        "--part", choices=["engine", "pipeline", "faults", "served", "all"], default="all", help="what to run"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True)
@@ -428,6 +431,7 @@ def main() -> int:
         "pipeline": lambda: chained(
             pipeline_matrix(runner, draft, prompts, tokens), local_matrix(runner, draft, prompts, tokens)
         ),
+        "faults": lambda: faults_matrix(runner, prompts[:STREAMS], tokens),
         "served": lambda: served_matrix(runner, load_prompts(arguments.count), tokens),
     }
     failed = False

@@ -313,6 +313,20 @@ def test_growth_that_comes_late_or_never_is_only_looked_for_now_and_then(reactio
     assert max(limits) <= 0.01
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_growth_that_is_never_right_is_looked_for_more_and_more_rarely(arrived: bool) -> None:
+    patience = Patience()
+    looks = 0
+    for _ in range(5000):
+        patience.stepped(0.01, 1, 0, verified=arrived)
+        if patience.limit_s() > 0:
+            looks += 1
+            patience.waited(0.01, arrived)
+    assert 5 <= looks <= 15
+    patience.stepped(0.01, 2, 1, verified=True)  # something was right after all
+    assert sum(patience.limit_s() > 0 for _ in range(32)) == 4
+
+
 def test_a_draft_that_became_quick_is_waited_for_again() -> None:
     patience = fed(0.02, arrived=False)
     for _ in range(100):

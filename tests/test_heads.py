@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import sampling, train, train_heads
+from engine import noise, sampling, train, train_heads
 from engine.checkpoint import ModelError
 from engine.decode import Speculation, decode
 from engine.drafters.heads import HeadsDrafter, TokenHeads, combine, load_heads
 from engine.local_choice import HEADS_FILE
-from engine.noise import NoiseRows
 from engine.runner import ModelRunner
 from engine.step import Plan, Sequence, Stepper
 from engine.train_heads import HeadsConfig
@@ -59,8 +58,8 @@ def test_each_head_guesses_at_its_own_position(
     drafter.see(1, state)
     drafter.commit(1, [77])
     assert drafter.grow() == [1]
-    noise = NoiseRows(3, target.vocab_size).rows([len(prompt) + 1 + head for head in range(3)])
-    tokens, _ = sampling.propose(target.logits(heads(state)), [params] * 3, noise if temperature else None, 1)
+    keys = noise.keys(3, [len(prompt) + 1 + head for head in range(3)])
+    tokens, _ = sampling.propose(target.logits(heads(state)), [params] * 3, keys if temperature else None, 1)
     assert drafter.tree(1).along(tokens[:, 0].tolist()), "the best guesses of all heads are a path"
     assert drafter.tree(1).token[ROOT] == 77
     assert drafter.grow() == [], "nothing new was seen"

@@ -3,11 +3,11 @@
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
 from engine import noise
-from engine.noise import NoiseRows
 
 EULER = 0.5772156649015329
 LOWEST, HIGHEST = -math.log(53 * math.log(2)), 53 * math.log(2)  # of uniforms 2^-53 and 1 - 2^-53
@@ -130,16 +130,14 @@ def test_neighbours_are_not_correlated(counter: str, lag: int) -> None:
     assert abs((values[lag:] * values[:-lag]).mean().item()) < 5 / math.sqrt(len(values))
 
 
-def test_rows_are_the_function_whatever_was_asked_before() -> None:
-    rows = NoiseRows(7, 100)
-    expected = {position: row(7, position, torch.arange(100)) for position in range(6)}
-    for positions in ([3], [1, 3, 3, 2], [5, 0], [0, 1, 2, 3, 4, 5]):
-        assert torch.equal(rows.rows(positions), torch.stack([expected[position] for position in positions]))
-        rows.forget_before(3)
+def test_compiled_loops_mix_to_the_integers_of_plain_python() -> None:
+    for seed, position, token in product(EXTREME_SEEDS, EXTREME_POSITIONS, EXTREME_TOKENS):
+        bits = noise._bits(np.uint64(noise.key(seed, position)), np.uint64(token))
+        assert int(bits) == reference_bits(seed, position, token) >> 12
 
 
-def test_forgotten_rows_are_freed() -> None:
-    rows = NoiseRows(7, 100)
-    rows.rows(list(range(10)))
-    rows.forget_before(8)
-    assert sorted(rows._rows) == [8, 9]
+def test_thresholds_are_below_the_noise_that_they_stand_for() -> None:
+    for bits, needed in zip(noise._BITS_FOR.tolist(), noise._STEPS.tolist(), strict=True):
+        if bits:  # the largest number that is passed over
+            assert -math.log(-math.log((bits - 0.5) * 2.0**-52)) < needed
+    assert noise._STEPS[0] < LOWEST < HIGHEST < noise._STEPS[-1]

@@ -80,7 +80,7 @@ def by_coupling(target: Model, params: SamplingParams) -> torch.Tensor:
 
     def choose(logits: torch.Tensor, position: int) -> torch.Tensor:
         keys = torch.cat([noise.keys(seed, [position]) for seed in range(SEEDS)])
-        return sampling.choose(logits, params, noise.gumbel(keys[:, None], torch.arange(SIZE)))
+        return torch.from_numpy(sampling.choose(logits, [params] * SEEDS, keys))
 
     first = choose(target.logits(()).expand(SEEDS, -1), 0)
     then = torch.stack([target.logits((token,)) for token in range(SIZE)])

@@ -29,9 +29,14 @@ def some_logits(*shape: int, seed: int = 0) -> torch.Tensor:
     return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def choose(logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None) -> torch.Tensor:
+    """For rows with the same parameters."""
+    return torch.from_numpy(sampling.choose(logits, [params] * len(logits), keys)).long()
+
+
 def keys_at(position: int) -> torch.Tensor:
-    """The keys of one position of many samples: int64 [SEEDS, 1]."""
-    return torch.cat([noise.keys(seed, [position]) for seed in range(SEEDS)])[:, None]
+    """The keys of one position of many samples: int64 [SEEDS]."""
+    return torch.cat([noise.keys(seed, [position]) for seed in range(SEEDS)])
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> list[float]:
@@ -72,7 +77,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 @pytest.mark.parametrize("params", FILTERS)
 def test_single_tokens_follow_the_filtered_softmax(params: SamplingParams) -> None:
     logits = some_logits(40)
-    chosen = sampling.choose(logits.expand(SEEDS, -1), params, noise.gumbel(keys_at(11), torch.arange(40)))
+    chosen = choose(logits.expand(SEEDS, -1), params, keys_at(11))
     probabilities = torch.tensor(reference(logits, params))
     counts = torch.bincount(chosen, minlength=40)
     assert counts[probabilities == 0].sum() == 0
@@ -84,9 +89,8 @@ def test_pairs_of_tokens_follow_the_product(params: SamplingParams) -> None:
     """The second token's logits depend on the first token, as in a language model."""
     size = 9
     logits, then = some_logits(size, seed=1), some_logits(size, size, seed=2)
-    tokens = torch.arange(size)
-    first = sampling.choose(logits.expand(SEEDS, -1), params, noise.gumbel(keys_at(4), tokens))
-    second = sampling.choose(then[first], params, noise.gumbel(keys_at(5), tokens))
+    first = choose(logits.expand(SEEDS, -1), params, keys_at(4))
+    second = choose(then[first], params, keys_at(5))
     given_first = torch.tensor([reference(row, params) for row in then])
     probabilities = torch.tensor(reference(logits, params))[:, None] * given_first
     counts = torch.bincount(first * size + second, minlength=size * size)
@@ -98,8 +102,7 @@ def test_neighbouring_positions_of_one_sample_are_independent() -> None:
     """All positions of one seed, as a long output has them."""
     size, count = 6, 40_000
     logits = some_logits(size, seed=3)
-    values = noise.gumbel(noise.keys(0, list(range(count)))[:, None], torch.arange(size))
-    chosen = sampling.choose(logits.expand(count, -1), SamplingParams(1.0), values)
+    chosen = choose(logits.expand(count, -1), SamplingParams(1.0), noise.keys(0, range(count)))
     single = logits.double().softmax(-1)
     counts = torch.bincount(chosen[0::2] * size + chosen[1::2], minlength=size * size)
     assert chi_square(counts, torch.outer(single, single).flatten()) < 4
@@ -153,41 +156,40 @@ def test_no_filter_changes_nothing() -> None:
 def test_temperature_zero_is_argmax_whatever_else_is_set() -> None:
     logits = some_logits(30, 50)
     params = SamplingParams(0.0, top_k=3, top_p=0.1, min_p=0.5, seed=9)
-    assert torch.equal(sampling.choose(logits, params, None), logits.argmax(-1))
+    assert torch.equal(choose(logits, params, None), logits.argmax(-1))
 
 
 def test_a_choice_is_the_argmax_of_scaled_logits_plus_noise() -> None:
-    logits, values = some_logits(30, 50), some_logits(30, 50, seed=1)
-    assert torch.equal(sampling.choose(logits, SamplingParams(0.5), values), (2 * logits + values).argmax(-1))
+    logits, keys = some_logits(30, 50), noise.keys(1, range(30))
+    values = noise.gumbel(keys[:, None], torch.arange(50))
+    assert torch.equal(choose(logits, SamplingParams(0.5), keys), (2 * logits + values).argmax(-1))
 
 
 def test_the_inputs_are_left_alone() -> None:
     logits = some_logits(3, 50)
     copy = logits.clone()
     for params in FILTERS:
-        sampling.choose(logits, params, torch.zeros(3, 50))
+        choose(logits, params, noise.keys(0, range(3)))
         rows = [params, replace(params, temperature=0.0), params]
-        sampling.propose(logits, rows, noise_of(rows, [1, 2, 3], 50), 4)
+        sampling.propose(logits, rows, keys_of(rows, [1, 2, 3]), 4)
     assert torch.equal(logits, copy)
 
 
 def test_margins_are_the_distance_to_the_second_best() -> None:
     logits = torch.tensor([[1.0, 3.5, 3.0], [2.0, 2.0, 0.0]])
-    assert sampling.margins(logits, SamplingParams(), None).tolist() == [0.5, 0.0]
-    values = torch.tensor([[0.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
-    assert sampling.margins(logits, SamplingParams(0.5), values).tolist() == [1.0, 1.0]
+    assert sampling.margins(logits, [SamplingParams()] * 2, None).tolist() == [0.5, 0.0]
+    keys = noise.keys(0, range(2))
+    best = (2 * logits + noise.gumbel(keys[:, None], torch.arange(3))).sort(descending=True).values
+    margins = torch.from_numpy(sampling.margins(logits, [SamplingParams(0.5)] * 2, keys))
+    assert torch.equal(margins, best[:, 0] - best[:, 1])
 
 
 # a draft's guesses
 
 
-def noise_of(rows: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """The noise of each row, zeros where it is greedy."""
-    drawn = [
-        noise.gumbel(noise.keys(row.seed, [position])[:, None], torch.arange(vocab_size))[0] * (row.temperature > 0)
-        for row, position in zip(rows, positions, strict=True)
-    ]
-    return torch.stack(drawn)
+def keys_of(rows: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """The keys of each row's noise."""
+    return torch.cat([noise.keys(row.seed, [position]) for row, position in zip(rows, positions, strict=True)])
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), *FILTERS])
@@ -195,25 +197,24 @@ def test_a_draft_with_the_targets_logits_guesses_the_targets_token(params: Sampl
     logits = some_logits(64, 60)
     rows = [replace(params, seed=seed) for seed in range(64)]
     positions = list(range(3, 67))
-    tokens, _ = sampling.propose(logits, rows, noise_of(rows, positions, 60), 4)
+    tokens, _ = sampling.propose(logits, rows, keys_of(rows, positions), 4)
     for i, row in enumerate(rows):
-        values = noise.gumbel(noise.keys(row.seed, [positions[i]])[:, None], torch.arange(60))
-        assert tokens[i, 0] == sampling.choose(logits[i : i + 1], row, values)[0]
+        assert tokens[i, 0] == choose(logits[i : i + 1], row, noise.keys(row.seed, [positions[i]]))[0]
 
 
 def test_guesses_of_mixed_rows_are_those_of_each_row_alone() -> None:
     logits = some_logits(len(FILTERS) + 1, 300)
     rows = [SamplingParams(), *FILTERS]
-    tokens, confidences = sampling.propose(logits, rows, noise_of(rows, range(len(rows)), 300), 5)
+    tokens, confidences = sampling.propose(logits, rows, keys_of(rows, range(len(rows))), 5)
     for i, row in enumerate(rows):
-        alone = sampling.propose(logits[i : i + 1], [row], noise_of([row], [i], 300), 5)
+        alone = sampling.propose(logits[i : i + 1], [row], keys_of([row], [i]), 5)
         assert np.array_equal(tokens[i], alone[0][0])
         assert np.array_equal(confidences[i], alone[1][0])
 
 
 def test_guesses_are_distinct_with_falling_confidences_below_one() -> None:
     rows = [SamplingParams(1.0)] * 50
-    tokens, confidences = sampling.propose(some_logits(50, 300), rows, noise_of(rows, [0] * 50, 300), 6)
+    tokens, confidences = sampling.propose(some_logits(50, 300), rows, keys_of(rows, [0] * 50), 6)
     assert all(len(set(row)) == 6 for row in tokens.tolist())
     assert bool((confidences[:, 1:] <= confidences[:, :-1]).all())
     assert bool((confidences.sum(-1) <= 1 + 1e-5).all())
@@ -231,3 +232,67 @@ def test_a_draft_whose_logits_are_no_numbers_is_sure_of_nothing(value: float) ->
     tokens, confidences = sampling.propose(torch.full((1, 300), value), [SamplingParams()], None, 6)
     assert not confidences.any()
     assert all(0 <= token < 300 for token in tokens[0])
+
+
+# noise where it matters: nothing but the time differs
+
+
+def dense(values: torch.Tensor, keys: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` best of values + noise over whole rows, the lowest of equal ones first, without those at -inf."""
+    scores = (values + noise.gumbel(keys[:, None], torch.arange(values.shape[1]))).numpy()
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    best = np.take_along_axis(scores, order, 1)
+    return np.where(best > -np.inf, order, 0).tolist(), best.tolist()
+
+
+SHAPES = {
+    "random": lambda rows, size: some_logits(rows, size),
+    "peaked": lambda rows, size: 12 * some_logits(rows, size),
+    "flat": lambda rows, size: torch.zeros(rows, size),
+    "rising": lambda rows, size: torch.linspace(-30, 30, size).expand(rows, -1).contiguous(),
+    "few allowed": lambda rows, size: some_logits(rows, size).masked_fill(
+        torch.arange(size) % (size // 3) != 1, -torch.inf
+    ),
+    "none allowed": lambda rows, size: torch.full((rows, size), -torch.inf),
+    "large, so that noise is rounded away": lambda rows, size: (1e7 * some_logits(rows, size)).round(),
+    "large and equal": lambda rows, size: torch.full((rows, size), -3e8),
+}
+
+
+@pytest.mark.parametrize(("size", "rows"), [(512, 40), (262_144, 2)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_best_are_those_of_noise_over_the_whole_vocabulary(shape: str, size: int, rows: int) -> None:
+    values, keys = SHAPES[shape](rows, size), noise.keys(2, range(rows))
+    for count in (1, 2, 16):
+        tokens, best = sampling._largest_with_noise(values.numpy(), keys.numpy(), count)
+        assert (tokens.tolist(), best.tolist()) == dense(values, keys, count)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, -1.0, 3.0, -40.0, 36.0, 1e8, -1e30, -math.inf]), min_size=17, max_size=60),
+    st.integers(0, 2**63 - 1),
+    st.integers(1, 17),
+)
+def test_the_best_of_any_few_are_those_of_all_noise(row: list[float], seed: int, count: int) -> None:
+    values, keys = torch.tensor([row]), noise.keys(seed, [5])
+    tokens, best = sampling._largest_with_noise(values.numpy(), keys.numpy(), count)
+    assert (tokens.tolist(), best.tolist()) == dense(values, keys, count)
+
+
+def test_most_noise_is_never_computed() -> None:
+    """Of 262,144 tokens few more than those asked for, however the logits look."""
+    for shape in ("random", "peaked", "flat"):
+        values, keys = SHAPES[shape](2, 262_144), noise.keys(2, range(2))
+        tokens, _, sure = noise.contenders(values.numpy(), keys.numpy(), 16)
+        assert tokens.shape[1] == 20
+        assert sure.all()
+
+
+def test_no_ties_and_no_bias_over_256_thousand_tokens() -> None:
+    """Every sixteenth of a flat vocabulary wins equally often, and the two best scores are never the same."""
+    size, count = 262_144, 1_600
+    values, keys = np.zeros((1, size), np.float32), noise.keys(3, range(count)).numpy()
+    best = [sampling._largest_with_noise(values, keys[i : i + 1], 2) for i in range(count)]
+    winners = torch.tensor([int(tokens[0, 0]) for tokens, _ in best])
+    assert chi_square(torch.bincount(winners * 16 // size, minlength=16), torch.full((16,), 1 / 16)) < 4
+    assert all(scores[0, 0] > scores[0, 1] for _, scores in best)

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from engine import sampling
+from engine import noise, sampling
 from engine.checkpoint import ModelError
 from engine.local_choice import HEADS_FILE, check_heads
-from engine.noise import NoiseRows
 from engine.runner import ModelRunner
 from engine.tree import Moved, TokenTree
 from engine.types import FloatArray, IntArray, SamplingParams
@@ -65,7 +64,6 @@ class _Session:
         self.params = params
         self.length = len(tokens)
         self.tree = TokenTree(tokens[-1], nodes + 1)
-        self.noise = NoiseRows(params.seed, target.vocab_size, target.device) if params.temperature > 0 else None
         self.seen: torch.Tensor | None = None  # the state behind the tokens that are about to be committed
         self.state: torch.Tensor | None = None  # the state behind the root, until the tree is grown from it
 
@@ -103,8 +101,6 @@ class HeadsDrafter:
         moved = held.tree.commit(tokens)
         if held.state is not None:
             held.tree.reset(tokens[-1])
-        if held.noise is not None:
-            held.noise.forget_before(held.length)
         return moved
 
     def grow(self) -> list[int]:
@@ -136,19 +132,12 @@ class HeadsDrafter:
         states = torch.stack([held.state for held in sessions if held.state is not None])
         hidden = self._heads(states).transpose(0, 1)  # [sessions, heads, hidden_size]
         heads = hidden.shape[1]
-        noise = None
-        if any(held.noise is not None for held in sessions):
-            noise = torch.cat([self._noise(held, heads) for held in sessions])
+        places = [(held.params.seed, held.length + head) for held in sessions for head in range(heads)]
         params = [held.params for held in sessions for _ in range(heads)]
         children = self._combining.children
-        tokens, confidences = sampling.propose(self._target.logits(hidden.flatten(0, 1)), params, noise, children)
+        logits = self._target.logits(hidden.flatten(0, 1))
+        tokens, confidences = sampling.propose(logits, params, noise.keys_of(places, logits.device), children)
         return tokens.reshape(-1, heads, children), confidences.reshape(-1, heads, children)
-
-    def _noise(self, held: _Session, heads: int) -> torch.Tensor:
-        """The noise of the positions that the heads guess at, float32 [heads, vocab_size]; zeros for greedy sessions."""
-        if held.noise is None:
-            return torch.zeros(heads, self._target.vocab_size, device=self._target.device)
-        return held.noise.rows(list(range(held.length, held.length + heads)))
 
 
 def combine(tree: TokenTree, tokens: IntArray, confidences: FloatArray, nodes: int) -> None:

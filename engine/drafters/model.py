@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from engine import sampling
+from engine import noise, sampling
 from engine.attention import SequenceRows, chain_rows
 from engine.drafters.ngram import Earned, Lookup
 from engine.grammar import Vocabulary
 from engine.kv import Lease
-from engine.noise import NoiseRows
 from engine.prefix import HandleChain
 from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
@@ -83,7 +82,6 @@ class _Session:
         self.tree_lease = tree_lease  # draft tokens, one slot each
         self.free_slots: list[int] = tree_lease.slots.tolist()
         self.tree = TokenTree(tokens[-1], capacity)
-        self.noise: NoiseRows | None = None  # of a session that is not greedy
         self.processors = processors
         self.lookup = lookup
         lookup.hang(self.tree)
@@ -113,7 +111,6 @@ class ModelDrafter:
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
-        self._silence = torch.zeros(runner.vocab_size, device=runner.device)
         self._earned = Earned()
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
@@ -140,8 +137,6 @@ class ModelDrafter:
         lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup)
         held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes, lookup, processors)
         held.chain, held.computed = chain, known
-        if params.temperature > 0:
-            held.noise = NoiseRows(params.seed, self._runner.vocab_size, self._runner.device)
         self._sessions[session] = held
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
@@ -159,8 +154,6 @@ class ModelDrafter:
             held.computed = old + count
             self._seal(held)
         held.free_slots.extend(moved.path_slots + moved.freed_slots)
-        if held.noise is not None:
-            held.noise.forget_before(len(held.tokens))
         if held.processors is not None:
             held.processors.extend(self._known(tokens))
         held.lookup.commit(tokens)
@@ -251,8 +244,8 @@ class ModelDrafter:
         params = [session.params for session in held]
         if any(session.processors for session in held):
             logits = self._process(places, logits)
-        noise = self._noise(places) if any(session.noise for session in held) else None
-        tokens, confidences = sampling.propose(logits, params, noise, self._growing.children)
+        keys = self._keys(places) if any(row.temperature > 0 for row in params) else None
+        tokens, confidences = sampling.propose(logits, params, keys, self._growing.children)
         for session, group in groupby(enumerate(places), key=lambda place: place[1][0]):
             rows, nodes = map(list, zip(*((row, node) for row, (_, node) in group), strict=True))
             if nodes[0] >= 0:  # a prefix that is still incomplete is alone, and has no node
@@ -272,12 +265,11 @@ class ModelDrafter:
                 parts[row] = held.processors.apply(parts[row], [path])
         return torch.cat(parts)
 
-    def _noise(self, places: list[tuple[int, int]]) -> torch.Tensor:
-        """The noise of the token after each node, float32 [n, vocab_size]; zeros for greedy sessions."""
-        blocks = []
-        for session, rows in groupby(places, key=lambda place: place[0]):
+    def _keys(self, places: list[tuple[int, int]]) -> torch.Tensor:
+        """Of the noise of the token after each node, int64 [n]."""
+        where = []
+        for session, node in places:
             held = self._sessions[session]
-            positions = [len(held.tokens) + (int(held.tree.depth[node]) if node >= 0 else 0) for _, node in rows]
-            noise = held.noise.rows(positions) if held.noise is not None else self._silence.expand(len(positions), -1)
-            blocks.append(noise)
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+            position = len(held.tokens) + (int(held.tree.depth[node]) if node >= 0 else 0)
+            where.append((held.params.seed, position))
+        return noise.keys_of(where, self._runner.device)
