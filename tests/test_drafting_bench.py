@@ -10,7 +10,7 @@ from benchmarks.drafting_texts import repeated
 from engine.types import InvalidRequest
 from tests import exact
 
-_NAMES = (("model", "chain-3"), ("ngram", "goodput"), ("auto", "goodput"))
+_NAMES = (("model", "chain-3"), ("ngram", "goodput"), ("auto", "effort"))
 _KEYS = {
     *("drafter", "window", "workload", "temperature", "tokens_per_step", "acceptance", "tokens_per_s", "equal"),
     *("tokens_per_s_quartiles", "over_plain", "over_plain_quartiles", "over_transformers"),
