@@ -68,7 +68,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. `count` includes the first `warm` prompts, which don't count. peer: transformers takes part."""
+    """What is measured. `count` includes the first `warm` prompts, which don't count."""
 
     count: int
     warm: int
@@ -77,7 +77,6 @@ class Settings:
     names: tuple[Name, ...]
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     seed: int = 0
-    peer: bool = True
 
 
 @dataclass
@@ -100,7 +99,7 @@ class Models:
 
     source: Source
     draft: ModelRunner
-    peer: TransformersAssisted
+    peer: TransformersAssisted | None  # none: it doesn't take part
     cost: CostModel
     draft_ms: float
     clock: Callable[[], float]
@@ -113,16 +112,17 @@ def load(
     dtype: Dtype = "auto",
     invariant: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    peer: bool = True,
 ) -> Models:
-    """Loads and times the pair, for us and for transformers. clock: in seconds. Raises ModelError."""
+    """Loads and times the pair, for us and, as `peer`, for transformers. clock: in seconds. Raises ModelError."""
     big, small = ModelRunner(target, dtype=dtype, invariant=invariant), ModelRunner(draft, dtype=dtype)
     cost, draft_cost = CostModel(big.called_with), CostModel(small.called_with)
     warm_up(big, cost, clock=clock)
     warm_up(small, draft_cost, clock=clock)
     source = Source(big, load_tokenizer(target), prompts)
     rows = Growing().rows
-    peer = TransformersAssisted(target, draft, big.dtype, clock)
-    return Models(source, small, peer, cost, float(draft_cost.table(rows)[rows]), clock)
+    assisted = TransformersAssisted(target, draft, big.dtype, clock) if peer else None
+    return Models(source, small, assisted, cost, float(draft_cost.table(rows)[rows]), clock)
 
 
 def select(drafters: str, windows: str) -> Iterator[Name]:
@@ -168,7 +168,7 @@ def make_all(models: Models, settings: Settings, items: Sequence[Item]) -> dict[
     source = models.source
     bench = Bench(source.target, models.draft, source.tokenizer, documents, models.cost, models.draft_ms, models.clock)
     made: dict[Name, Contender] = {_PLAIN: Ours(source.target, clock=models.clock)}
-    if settings.peer:
+    if models.peer is not None:
         made[_PEER] = models.peer
     return made | {(drafter, window): make_contender(drafter, window, bench) for drafter, window in settings.names}
 
@@ -291,11 +291,11 @@ def main(
             names = tuple(measurable(select(drafters, windows), target))
             texts = tuple(_listed(workloads, WORKLOADS, "workloads"))
             temperatures = tuple(map(float, temperature.split(",")))
-            settings = Settings(count, warm, tokens, temperatures, names, texts, seed, peer)
+            settings = Settings(count, warm, tokens, temperatures, names, texts, seed)
             clock = time.thread_time if cpu_time else time.monotonic
             rows = []
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            for part in measure(load(target, draft, prompts, kinds, invariant, clock), settings):
+            for part in measure(load(target, draft, prompts, kinds, invariant, clock, peer), settings):
                 rows += part
                 json_file.write_text(json.dumps(rows, indent=1) + "\n")  # as far as it is: a run takes long
         if page is not None:

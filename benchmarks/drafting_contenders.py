@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.drafting_texts import Tokens
-from engine.automatic import MOST_STEPS, TURNS
+from engine.automatic import GROWING, MOST_STEPS
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters import Drafter
@@ -151,9 +151,9 @@ WINDOWS: dict[str, WindowKind] = {
     ),
     "effort": WindowKind(
         lambda bench, drafting_ms: EffortWindow(
-            Calibration(), bench.cost.again(), bench.draft_ms, TURNS.rows, clock=bench.clock
+            Calibration(), bench.cost.again(), bench.draft_ms, GROWING.rows, clock=bench.clock
         ),
-        Shape(TURNS, MOST_STEPS),
+        Shape(GROWING, MOST_STEPS),
         own=True,
     ),
 }

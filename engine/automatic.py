@@ -13,8 +13,7 @@ from engine.runner import ModelRunner
 
 SHARED = 1 << 18  # tokens of earlier outputs that lookup knows: 18 MB
 MOST_STEPS = 8  # draft steps before a target step
-# A row of a draft step costs little beside the step itself, one of the target's more: few nodes are worth both.
-TURNS = Growing(rows=4, children=4, shared=SHARED)
+GROWING = Growing(shared=SHARED)
 
 
 def taking_turns(
@@ -28,5 +27,5 @@ def taking_turns(
 
     cost: of a target step, which goes on learning. draft_ms: a first guess at a draft step. clock: in seconds.
     """
-    window = EffortWindow(Calibration(), cost, draft_ms, TURNS.rows, clock=clock)
-    return Speculation(ModelDrafter(draft, TURNS, tokenizer), window, MOST_STEPS)
+    window = EffortWindow(Calibration(), cost, draft_ms, GROWING.rows, clock=clock)
+    return Speculation(ModelDrafter(draft, GROWING, tokenizer), window, MOST_STEPS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.automatic import TURNS
+from engine.automatic import GROWING
 from engine.budget import Calibration, CostModel
 from engine.drafters.model import Growing, ModelDrafter
 from engine.effort import EffortWindow
@@ -132,7 +132,7 @@ def test_reading_a_long_prefix_says_nothing_about_the_drafter() -> None:
 
 def test_an_earlier_output_is_known_to_the_next_session(draft: ModelRunner) -> None:
     prompt, answer = [5, 6, 7], [11, 12, 13, 14, 15, 16]
-    for growing, guessed in ((TURNS, True), (Growing(), False)):
+    for growing, guessed in ((GROWING, True), (Growing(), False)):
         drafter = ModelDrafter(draft, growing)
         for session in range(20):  # lookups have to earn their trust
             drafter.open(session, [*prompt, *answer[:1]], SamplingParams(), len(prompt))
@@ -147,7 +147,7 @@ def test_an_earlier_output_is_known_to_the_next_session(draft: ModelRunner) -> N
 
 
 def test_a_session_that_is_opened_again_shares_its_text_once(draft: ModelRunner) -> None:
-    drafter = ModelDrafter(draft, TURNS)
+    drafter = ModelDrafter(draft, GROWING)
     drafter.open(0, [1, 2, 3], SamplingParams(), 1)
     drafter.open(0, [1, 2, 3, 4], SamplingParams(), 1)
     drafter.close(0)
