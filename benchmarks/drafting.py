@@ -10,17 +10,20 @@ workload and temperature. They go on learning on the prompts that count.
 
 The JSON is a list of rows: drafter, window, workload, temperature, prompts, max_tokens; tokens_per_step; acceptance (null
 where nothing is tried or it isn't known); tokens_per_s, over_plain and over_transformers, medians over the prompts of the
-figure on each prompt, with the quartiles of the first two; equal: whether all outputs have the token ids of plain's (null
-for transformers' sampling, which draws otherwise); differing: how many don't, and the largest margin of plain's choice
-where they part, which is tiny where another shape of a pass flips a tie; repeated: how much of plain's output repeats the
-prompt. The workloads are described in benchmarks/drafting_texts.py.
+figure on each prompt, with the quartiles of the first two, and over_plain_each, prompt by prompt; equal: whether all outputs
+have the token ids of plain's (null for transformers' sampling, which draws otherwise); differing: how many don't, and the
+largest margin of plain's choice where they part, which is tiny where another shape of a pass flips a tie; repeated: how much
+of plain's output repeats the prompt. The workloads are described in benchmarks/drafting_texts.py.
+
+`--cpu-time` counts the seconds that this one thread computes: on a machine with other work the clock says more about that.
 """
 
 import json
 import random
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -96,29 +99,38 @@ class Models:
 
     source: Source
     draft: ModelRunner
-    peer: TransformersAssisted
+    peer: TransformersAssisted | None  # none: it doesn't take part
     cost: CostModel
     draft_ms: float
+    clock: Callable[[], float]
 
 
-def load(target: Path, draft: Path, prompts: Path, dtype: Dtype = "auto", invariant: bool = False) -> Models:
-    """Loads and times the pair, for us and for transformers. Raises ModelError."""
+def load(
+    target: Path,
+    draft: Path,
+    prompts: Path,
+    dtype: Dtype = "auto",
+    invariant: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    peer: bool = True,
+) -> Models:
+    """Loads and times the pair, for us and, as `peer`, for transformers. clock: in seconds. Raises ModelError."""
     big, small = ModelRunner(target, dtype=dtype, invariant=invariant), ModelRunner(draft, dtype=dtype)
     cost, draft_cost = CostModel(big.called_with), CostModel(small.called_with)
-    warm_up(big, cost)
-    warm_up(small, draft_cost)
+    warm_up(big, cost, clock=clock)
+    warm_up(small, draft_cost, clock=clock)
     source = Source(big, load_tokenizer(target), prompts)
     rows = Growing().rows
-    return Models(
-        source, small, TransformersAssisted(target, draft, big.dtype), cost, float(draft_cost.table(rows)[rows])
-    )
+    assisted = TransformersAssisted(target, draft, big.dtype, clock) if peer else None
+    return Models(source, small, assisted, cost, float(draft_cost.table(rows)[rows]), clock)
 
 
 def select(drafters: str, windows: str) -> Iterator[Name]:
     """The pairs of the named drafters and windows, "all" for all. Raises InvalidRequest for an unknown name."""
+    chosen = _listed(windows, [name for name, kind in WINDOWS.items() if not kind.own], "windows")
     for drafter in _listed(drafters, DRAFTERS, "drafters"):
         kind = DRAFTERS[drafter]
-        yield from ((drafter, window) for window in kind.windows or _listed(windows, WINDOWS, "windows"))
+        yield from ((drafter, window) for window in kind.windows or chosen)
 
 
 def _listed(names: str, known: Collection[str], param: str) -> list[str]:
@@ -154,8 +166,10 @@ def make_all(models: Models, settings: Settings, items: Sequence[Item]) -> dict[
     """Every contender, fresh."""
     documents = tuple(dict.fromkeys(document for item in items for document in item.documents))
     source = models.source
-    bench = Bench(source.target, models.draft, source.tokenizer, documents, models.cost, models.draft_ms)
-    made: dict[Name, Contender] = {_PLAIN: Ours(source.target), _PEER: models.peer}
+    bench = Bench(source.target, models.draft, source.tokenizer, documents, models.cost, models.draft_ms, models.clock)
+    made: dict[Name, Contender] = {_PLAIN: Ours(source.target, clock=models.clock)}
+    if models.peer is not None:
+        made[_PEER] = models.peer
     return made | {(drafter, window): make_contender(drafter, window, bench) for drafter, window in settings.names}
 
 
@@ -180,7 +194,7 @@ def summarize(models: Models, record: Record, workload: str, temperature: float)
         "max_tokens": record.requests[0].params.max_tokens,
         "repeated": round(statistics.mean(shares), 3),
     }
-    peer = _rates(record.samples[_PEER])
+    peer = _rates(record.samples[_PEER]) if _PEER in record.samples else None
     rows = []
     for (drafter, window), samples in record.samples.items():
         figures = _speeds(_rates(samples), _rates(plain), peer) | _counts(samples)
@@ -194,15 +208,16 @@ def _rates(samples: Sequence[Sample]) -> list[float]:
     return [sample.counted / sample.seconds for sample in samples]
 
 
-def _speeds(rates: list[float], plain: list[float], peer: list[float]) -> Row:
+def _speeds(rates: list[float], plain: list[float], peer: list[float] | None) -> Row:
     over = [a / b for a, b in zip(rates, plain, strict=True)]
-    over_peer = [a / b for a, b in zip(rates, peer, strict=True)]
+    over_peer = [a / b for a, b in zip(rates, peer, strict=True)] if peer is not None else None
     return {
         "tokens_per_s": round(statistics.median(rates), 1),
         "tokens_per_s_quartiles": _quartiles(rates),
         "over_plain": round(statistics.median(over), 3),
         "over_plain_quartiles": _quartiles(over),
-        "over_transformers": round(statistics.median(over_peer), 3),
+        "over_plain_each": [round(ratio, 3) for ratio in over],
+        "over_transformers": round(statistics.median(over_peer), 3) if over_peer is not None else None,
     }
 
 
@@ -244,9 +259,14 @@ def main(
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,1",
     drafters: Annotated[str, typer.Option(help=f"of {', '.join(DRAFTERS)}")] = "all",
     windows: Annotated[str, typer.Option(help=f"of {', '.join(WINDOWS)}")] = "all",
+    workloads: Annotated[str, typer.Option(help=f"of {', '.join(WORKLOADS)}")] = "all",
     seed: Annotated[int, typer.Option(help="of the choice of prompts and of the order")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
     invariant: Annotated[bool, typer.Option(help="bits that don't depend on the batch")] = False,
+    peer: Annotated[bool, typer.Option(help="transformers takes part")] = True,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="count the CPU time of this thread, not the clock's")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="3 prompts of 32 tokens at T = 0")] = False,
     rows_file: Annotated[
         Path | None, typer.Option("--rows", exists=True, help="take the rows of this file, measure nothing")
@@ -269,10 +289,13 @@ def main(
             require(tokens >= MIN_TOKENS, "tokens", f"at least {MIN_TOKENS}")
             kinds: Dtype = dtype  # type: ignore[assignment]
             names = tuple(measurable(select(drafters, windows), target))
-            settings = Settings(count, warm, tokens, tuple(map(float, temperature.split(","))), names, seed=seed)
+            texts = tuple(_listed(workloads, WORKLOADS, "workloads"))
+            temperatures = tuple(map(float, temperature.split(",")))
+            settings = Settings(count, warm, tokens, temperatures, names, texts, seed)
+            clock = time.thread_time if cpu_time else time.monotonic
             rows = []
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            for part in measure(load(target, draft, prompts, kinds, invariant), settings):
+            for part in measure(load(target, draft, prompts, kinds, invariant, clock, peer), settings):
                 rows += part
                 json_file.write_text(json.dumps(rows, indent=1) + "\n")  # as far as it is: a run takes long
         if page is not None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.drafting_texts import Tokens
+from engine.automatic import GROWING, MOST_STEPS
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters import Drafter
@@ -29,11 +30,11 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
+from engine.effort import EffortWindow
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
-_LOOKUP = Growing().lookup  # tokens, what users get
 _TREE_NODES = 15
 _MOST = 8  # tokens of a learning window's chain
 _EARLY_PASSES = 3.0  # a pass of two thirds of the target's layers, against one of the draft
@@ -50,6 +51,7 @@ class Bench:
     documents: tuple[Tokens, ...]  # of all prompts of the workload
     cost: CostModel  # of a target step
     draft_ms: float  # a draft step
+    clock: Callable[[], float] = time.monotonic
 
     @cached_property
     def rounded(self) -> ModelRunner:
@@ -88,10 +90,11 @@ class DrafterKind:
 
 @dataclass(frozen=True, slots=True)
 class WindowKind:
-    """make: a fresh window, from the bench and the milliseconds of drafting before each step."""
+    """make: a fresh window, from the bench and the milliseconds of drafting before each step. own: of one drafter alone."""
 
     make: Callable[[Bench, float], Window]
     shape: Shape
+    own: bool = False
 
 
 def chain(length: int) -> Shape:
@@ -133,9 +136,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "merged": DrafterKind(_merged),
     "cascade": DrafterKind(_cascade),
     "other-tokenizer": DrafterKind(_translated),
-    "auto": DrafterKind(
-        lambda bench, shape: ModelDrafter(bench.draft, replace(shape.growing, lookup=_LOOKUP)), windows=("goodput",)
-    ),
+    "auto": DrafterKind(lambda bench, shape: ModelDrafter(bench.draft, shape.growing), windows=("effort",)),
 }
 
 WINDOWS: dict[str, WindowKind] = {
@@ -147,6 +148,13 @@ WINDOWS: dict[str, WindowKind] = {
     "bandit": WindowKind(lambda bench, drafting_ms: Bandit(bench.cost, _MOST), chain(5)),
     "goodput": WindowKind(
         lambda bench, drafting_ms: GoodputWindow(Calibration(), bench.cost, overhead_ms=drafting_ms), TREE
+    ),
+    "effort": WindowKind(
+        lambda bench, drafting_ms: EffortWindow(
+            Calibration(), bench.cost.again(), bench.draft_ms, GROWING.rows, clock=bench.clock
+        ),
+        Shape(GROWING, MOST_STEPS),
+        own=True,
     ),
 }
 
@@ -176,6 +184,7 @@ class Ours:
 
     target: ModelRunner
     speculation: Speculation | None = None
+    clock: Callable[[], float] = time.monotonic
 
     def run(self, request: GenerationRequest) -> Sample:
         """See Contender."""
@@ -184,8 +193,8 @@ class Ours:
         for _, outcome in decode_steps(self.target, [request], self.speculation):
             record(generation, outcome)
             if generation.tokens and not first:
-                first, started = len(generation.tokens), time.monotonic()
-        seconds = time.monotonic() - started
+                first, started = len(generation.tokens), self.clock()
+        seconds = self.clock() - started
         counted, steps = len(generation.tokens) - first, generation.steps - 1
         return Sample(generation.tokens, counted, steps, seconds, generation.accepted, generation.tried)
 
@@ -195,18 +204,19 @@ def make_contender(drafter: str, window: str, bench: Bench) -> Ours:
     kind, frame = DRAFTERS[drafter], WINDOWS[window]
     drafting_ms = frame.shape.draft_steps * bench.draft_ms * kind.passes
     made = frame.make(bench, drafting_ms)
-    return Ours(bench.target, Speculation(kind.make(bench, frame.shape), made, frame.shape.draft_steps))
+    return Ours(bench.target, Speculation(kind.make(bench, frame.shape), made, frame.shape.draft_steps), bench.clock)
 
 
 class _Clock(BaseStreamer):
     """When transformers hands out tokens, and how many: the prompt, then once a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.times: list[float] = []
         self.sizes: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.monotonic())
+        self.times.append(self._clock())
         self.sizes.append(value.numel())
 
     def end(self) -> None:
@@ -219,7 +229,8 @@ class TransformersAssisted:
     Its threshold adapts itself where scikit-learn is installed, and stays at 0.4 elsewhere, as transformers has it.
     """
 
-    def __init__(self, target: Path, draft: Path, dtype: torch.dtype) -> None:
+    def __init__(self, target: Path, draft: Path, dtype: torch.dtype, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._target, self._draft = (self._load(path, dtype) for path in (target, draft))
         settings = self._draft.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 20, "constant"
@@ -235,7 +246,7 @@ class TransformersAssisted:
     def run(self, request: GenerationRequest) -> Sample:
         """See Contender."""
         params = request.params
-        ids, clock = torch.tensor([request.prompt]), _Clock()
+        ids, clock = torch.tensor([request.prompt]), _Clock(self._clock)
         sampling = {"temperature": params.temperature, "top_k": 0} if params.temperature else {}
         with torch.random.fork_rng():
             torch.manual_seed(params.seed)

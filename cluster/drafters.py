@@ -10,6 +10,7 @@ from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
 from cluster.remote_drafter import RemoteDrafter
 from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
+from engine.automatic import SHARED
 from engine.checkpoint import ModelError
 from engine.choice import DrafterName, check_choice
 from engine.cpu import Weights
@@ -53,7 +54,7 @@ class DraftConfig:
     @property
     def name(self) -> str:
         """Of the model that it is served as, or else of the drafter."""
-        drafter = "ngram" if self.drafter == "auto" else self.drafter
+        drafter = "suffix" if self.drafter == "auto" else self.drafter
         return self.served_as or (self.model.name if self.model is not None else drafter)
 
 
@@ -74,7 +75,9 @@ def _make(config: DraftConfig, placement: Placement) -> Drafter:
         parts.append(RetrievalDrafter(Documents(load_documents(config.documents, _tokenizer(config)))))
     if config.model is not None:
         parts.append(_with_model(config, config.model, placement))
-    return MergedDrafter(parts) if len(parts) > 1 else parts[0] if parts else NgramDrafter()
+    if not parts:
+        parts.append(SuffixDrafter(shared=SHARED) if config.drafter == "auto" else NgramDrafter())
+    return MergedDrafter(parts) if len(parts) > 1 else parts[0]
 
 
 def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Drafter:
@@ -91,9 +94,11 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
     own = find_tokenizer(model)
     targets = _others(config.tokenizer, own)
     length, cascade = config.growing.max_depth, config.drafter == "cascade"
+    automatic = config.drafter == "auto" and targets is None
     growing = replace(
         config.growing,
-        lookup=config.growing.lookup if config.drafter == "auto" and targets is None else 0,
+        lookup=config.growing.lookup if automatic else 0,
+        shared=SHARED if automatic else 0,
         max_depth=length if targets is None else length + _DEEPER,
         overrule=cascade or config.growing.overrule,
     )

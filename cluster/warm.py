@@ -3,6 +3,7 @@
 import atexit
 import gc
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,8 +18,13 @@ from engine.types import Growth, KVHandle, SamplingParams
 _WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 
 
-def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5) -> None:
-    """Runs every common row count, which compiles its kernels, and tells the cost model the median time.
+def warm_up(
+    runner: ModelRunner,
+    cost: CostModel | None = None,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Runs every common row count, which compiles its kernels, and tells the cost model the median time by the clock.
 
     What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps.
     """
@@ -32,9 +38,9 @@ def warm_up(runner: ModelRunner, cost: CostModel | None = None, repeats: int = 5
             batch = [chain_rows(lease, 128, [0] * rows, 0)]
             times = []
             for _ in range(repeats):
-                started = time.monotonic()
+                started = clock()
                 runner.forward(batch)
-                times.append(time.monotonic() - started)
+                times.append(clock() - started)
             if cost is not None:
                 cost.start(rows, 1000 * sorted(times)[repeats // 2])
     finally:

@@ -103,15 +103,21 @@ class CostModel:
         self._first[rows] = milliseconds
         self._table = None
 
+    def again(self) -> "CostModel":
+        """Another with the same first measurements."""
+        other = CostModel(self._bucket)
+        other._first = dict(self._first)
+        return other
+
     def observe(self, rows: int, milliseconds: float) -> None:
         """Learns from one step, slowly: a single slow step is noise."""
         rows = self._bucket(rows)
         if rows in self._first:
             off = milliseconds / self._first[rows]
-            self._off += 0.05 * (_near(off, self._off) - self._off)
+            self._off += 0.05 * (near(off, self._off) - self._off)
         old = self._seen.get(rows, self._first.get(rows, milliseconds) * self._off)
         weight = 0.05 if rows in self._seen else 0.5
-        self._seen[rows] = old + weight * (_near(milliseconds, old) - old)
+        self._seen[rows] = old + weight * (near(milliseconds, old) - old)
         self._count[rows] = min(self._count.get(rows, 0) + 1, _TRUSTED)
         self._news += 1
         if self._news >= _ENOUGH_NEWS or self._count[rows] < _ENOUGH_NEWS:
@@ -153,7 +159,7 @@ class Choice:
         return f"{self.nodes} draft tokens: {tokens:.2f} tokens expected in {self.milliseconds:.1f} ms, {alone}"
 
 
-def _near(value: float, old: float) -> float:
+def near(value: float, old: float) -> float:
     """A new observation, within reach of what is believed: a slow step says more about the machine than about its rows."""
     return min(max(value, old / _REACH), old * _REACH)
 
@@ -212,7 +218,7 @@ class GoodputWindow:
         everything = np.concatenate([np.zeros(0, np.float32), *(part[1:] for part in reach)])
         order = top(everything, self.max_nodes)
         milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :]
-        chosen, accepted = _best_count(everything[order], milliseconds, len(trees), self.overhead_ms)
+        chosen, accepted = self._best(everything[order], milliseconds, len(trees))
         self._idle = 0 if chosen else self._idle + 1
         if chosen == 0 and self._idle % _PROBE_EVERY == 0 and len(everything):
             chosen, accepted = 1, float(everything[order[0]])  # a look whether speculation pays again
@@ -224,6 +230,10 @@ class GoodputWindow:
             tree.best(min(count, MAX_WINDOW), part)
             for tree, count, part in zip(trees, counts.tolist(), reach, strict=True)
         ]
+
+    def _best(self, reach: FloatArray, milliseconds: FloatArray, sequences: int) -> tuple[int, float]:
+        """How many nodes to take, and the accepted ones to expect; see _best_count."""
+        return _best_count(reach, milliseconds, sequences, self.overhead_ms)
 
 
 @compiled

@@ -5,7 +5,7 @@ from typing import Literal
 
 from engine.checkpoint import ModelError
 
-# auto: a model with lookup beside it; without a checkpoint, lookup alone.
+# auto: a model with lookup beside it, in the session's text and in earlier outputs; without a checkpoint, lookup alone.
 DrafterName = Literal["auto", "model", "ngram", "suffix", "retrieval", "merged", "cascade"]
 
 _MODEL_NEEDED = ("model", "cascade")

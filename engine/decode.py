@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.budget import Window
 from engine.drafters import Drafter, Learner, ReadsStates
+from engine.effort import EffortWindow
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, Sequence, Stepper
@@ -36,7 +37,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Sequential speculation: `draft_steps` draft steps, then one target step over the nodes that `window` chooses."""
+    """Sequential speculation: `draft_steps` draft steps, then one target step over the nodes that `window` chooses.
+
+    A window that knows what a draft step is worth is asked before each: `draft_steps` is then the most.
+    """
 
     drafter: Drafter
     window: Window
@@ -51,6 +55,11 @@ class Speculation:
     def reader(self) -> ReadsStates | None:
         """The drafter, if it reads the target's states."""
         return self.drafter if isinstance(self.drafter, ReadsStates) else None
+
+    @property
+    def effort(self) -> EffortWindow | None:
+        """The window, if it knows what a draft step is worth."""
+        return self.window if isinstance(self.window, EffortWindow) else None
 
 
 def decode(
@@ -121,6 +130,8 @@ def _loop(
     while running:
         plans = _plan(running, speculation)
         outcomes = stepper.step(plans)
+        if speculation is not None and speculation.effort is not None and all(plan.tree is not None for plan in plans):
+            speculation.effort.stepped(sum(len(outcome.tokens) for outcome in outcomes))
         for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
             if speculation is not None and outcome.tokens:
                 if plan.tree is not None and plan.nodes is not None:
@@ -142,8 +153,19 @@ def _plan(running: dict[int, Sequence], speculation: Speculation | None) -> list
     decoding = [index for index, sequence in running.items() if not sequence.prefilling]
     if speculation is None or not decoding:
         return [Plan(sequence) for sequence in running.values()]
-    for _ in range(speculation.draft_steps):
-        speculation.drafter.grow()
+    _grow(decoding, speculation)
     trees = {index: speculation.drafter.tree(index) for index in decoding}
     nodes = dict(zip(decoding, speculation.window.choose(list(trees.values())), strict=True))
     return [Plan(sequence, trees.get(index), nodes.get(index)) for index, sequence in running.items()]
+
+
+def _grow(decoding: Seq[int], speculation: Speculation) -> None:
+    """The draft steps before a target step."""
+    drafter, effort = speculation.drafter, speculation.effort
+    for _ in range(speculation.draft_steps):
+        trees = [drafter.tree(index) for index in decoding]
+        if effort is not None and not effort.pays(trees):
+            break
+        grown = drafter.grow()
+        if effort is not None and grown:
+            effort.grew(trees)

@@ -26,6 +26,7 @@ from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
+from engine.automatic import taking_turns
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode
 from engine.drafters.cascade import CascadeDrafter
@@ -109,6 +110,10 @@ def tree(size: int, draft_steps: int = 3) -> Make:
     return lambda draft: Speculation(ModelDrafter(draft), FixedTree(size), draft_steps)
 
 
+def automatic(draft: ModelRunner) -> Speculation:
+    return taking_turns(draft, costs())
+
+
 def ngram(length: int) -> Make:
     return lambda draft: Speculation(NgramDrafter(), FixedChain(length), 1)
 
@@ -173,6 +178,7 @@ SPECULATIONS: dict[str, Make] = {
     "tree-7": tree(7),
     "tree-31": tree(31),
     "tree-goodput": lambda draft: Speculation(ModelDrafter(draft), goodput(), 3),
+    "auto": automatic,
     "heuristic": learning(lambda: Heuristic(16)),
     "threshold": learning(lambda: ConfidenceThreshold(16)),
     "bandit": learning(lambda: Bandit(costs(), 16)),

@@ -18,6 +18,7 @@ from cluster.link import memory_link
 from cluster.placement import Placement
 from cluster.target import TargetReplica
 from deployments.draft import DraftOptions, check_options
+from engine.automatic import GROWING
 from engine.checkpoint import ModelError
 from engine.choice import DrafterName, check_documents
 from engine.cpu import Weights
@@ -80,7 +81,7 @@ def linked(runner: ModelRunner, drafter: Drafter) -> Iterator[tuple[TargetReplic
 @pytest.mark.parametrize(
     ("name", "model", "read", "kind"),
     [
-        ("auto", None, False, NgramDrafter),
+        ("auto", None, False, SuffixDrafter),
         ("auto", "draft", False, ModelDrafter),
         ("auto", "permuted", False, OtherTokenizerDrafter),
         ("model", "draft", False, ModelDrafter),
@@ -166,7 +167,7 @@ def test_lookup_beside_the_model_is_automatic_only() -> None:
     found = {name: make_drafter(config(name, exact.DRAFT), Placement()) for name in ("auto", "model")}
     growing = {name: drafter._growing for name, drafter in found.items() if isinstance(drafter, ModelDrafter)}
     assert (growing["auto"].lookup, growing["model"].lookup) == (Growing().lookup, 0)
-    assert growing["auto"] == Growing()
+    assert growing["auto"] == GROWING
 
 
 @pytest.mark.parametrize(

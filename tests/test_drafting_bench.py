@@ -10,7 +10,7 @@ from benchmarks.drafting_texts import repeated
 from engine.types import InvalidRequest
 from tests import exact
 
-_NAMES = (("model", "chain-3"), ("ngram", "goodput"), ("auto", "goodput"))
+_NAMES = (("model", "chain-3"), ("ngram", "goodput"), ("auto", "effort"))
 _KEYS = {
     *("drafter", "window", "workload", "temperature", "tokens_per_step", "acceptance", "tokens_per_s", "equal"),
     *("tokens_per_s_quartiles", "over_plain", "over_plain_quartiles", "over_transformers"),
@@ -53,6 +53,22 @@ def test_the_automatic_choice_is_held_against_the_best_row_and_plain(rows: list[
     assert automatic(made) == ["SHORT: code, T = 0: auto is 1.40 of plain, 0.93 of the best (model, chain-3)"]
     made[4]["over_plain"] = 1.45
     assert automatic(made)[0].startswith("ok:")
+
+
+def test_the_best_row_is_picked_on_other_prompts_than_it_is_measured_on(rows: list[Row]) -> None:
+    each = {"auto": [1.4, 1.4, 1.4, 1.4], "lucky": [1.0, 3.0, 1.0, 1.0], "steady": [1.4, 1.4, 1.4, 1.4]}
+    made = [
+        rows[2] | {"drafter": name, "prompts": 4, "over_plain": 1.4, "over_plain_each": each[name]} for name in each
+    ]
+    made[1]["over_plain"] = 1.5
+    (line,) = automatic(made)
+    assert line.startswith("SHORT: code, T = 0: auto is 1.40 of plain, 0.93 of the best (lucky, chain-3); ")
+    assert line.endswith("held against it on the others: 1.00 (1.00-1.40)")
+
+
+def test_a_window_of_one_drafter_is_nobody_elses() -> None:
+    assert ("model", "effort") not in select("all", "all")
+    assert list(select("auto", "all")) == [("auto", "effort")]
 
 
 def test_a_page_and_a_picture_are_made_of_rows(rows: list[Row], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from engine import noise, sampling
 from engine.attention import SequenceRows, chain_rows
 from engine.drafters.ngram import Earned, Lookup
+from engine.drafters.past import Past
 from engine.grammar import Vocabulary
 from engine.kv import Lease
 from engine.prefix import HandleChain
@@ -37,6 +38,7 @@ class Growing:
     max_nodes: int = 256  # per session
     prefill_chunk: int = 64  # prefix tokens per session and draft step
     lookup: int = 8  # tokens looked up after each commit; 0: none
+    shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
     overrule: bool = False  # what others hung into a tree gets the model's own confidence once that is known
 
 
@@ -67,6 +69,7 @@ class _Session:
     def __init__(
         self,
         tokens: list[int],
+        prompt: int,
         params: SamplingParams,
         lease: Lease,
         tree_lease: Lease,
@@ -75,6 +78,7 @@ class _Session:
         processors: Processors | None,
     ) -> None:
         self.tokens = tokens
+        self.prompt = prompt  # tokens that the output stands behind
         self.params = params
         self.computed = 0
         self.chain = HandleChain()  # of the tokens, as far as it was needed
@@ -112,16 +116,18 @@ class ModelDrafter:
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
         self._earned = Earned()
+        self._shared = Past(self._growing.shared) if self._growing.shared else None
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        self.close(session)
+        self._release(session)  # opened again, it has its text once more: nothing of it is shared twice
         if self._vocabulary is None:
             params = replace(params, grammar=None)
+        prompt = len(tokens) if prompt is None else prompt
         processors = make_processors(
             params,
             self._known(tokens),
-            len(tokens) if prompt is None else prompt,
+            prompt,
             end_tokens(params, self._runner),
             self._runner.vocab_size,
             self._vocabulary,
@@ -134,8 +140,8 @@ class ModelDrafter:
         except RuntimeError:
             pool.release(lease)
             raise
-        lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup)
-        held = _Session(list(tokens), params, lease, tree_lease, growing.max_nodes, lookup, processors)
+        lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup, self._shared)
+        held = _Session(list(tokens), prompt, params, lease, tree_lease, growing.max_nodes, lookup, processors)
         held.chain, held.computed = chain, known
         self._sessions[session] = held
 
@@ -186,6 +192,13 @@ class ModelDrafter:
 
     def close(self, session: int) -> None:
         """See Drafter."""
+        held = self._sessions.get(session)
+        self._release(session)
+        if held is not None and self._shared is not None and held.tokens[held.prompt :]:
+            self._shared.begin()
+            self._shared.extend(held.tokens[held.prompt :])
+
+    def _release(self, session: int) -> None:
         held = self._sessions.pop(session, None)
         if held is not None:
             self._runner.pool.release(held.lease)

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.drafters.past import Past
+from engine.drafters.votes import NOTHING
 from engine.tree import ROOT, Moved, TokenTree
 from engine.types import SamplingParams
 
 LONGEST = 4  # tokens that a match is looked for with
+_LONGEST_SHARED = 8  # the same where other texts are looked through: short matches there are many, and wrong
 _TRUST = 0.3  # in a lookup, before anything is known
 _DOUBTFUL = 0.2  # a lookup that is right less often stays out of the tree
 _AT_ONCE = 4  # nodes looked up in a step
+_PLACES = 16  # looked at in other texts
 _ROOM = 4  # chains that fit in a tree
 _LEARN = 0.05  # weight of the newest lookup
 
@@ -59,11 +63,11 @@ class Earned:
     """How often lookups were right lately, by whether the session is greedy and by the length of the match."""
 
     def __init__(self) -> None:
-        self._right = {greedy: [_TRUST] * (LONGEST + 1) for greedy in (True, False)}
+        self._right = {greedy: [_TRUST] * (_LONGEST_SHARED + 1) for greedy in (True, False)}
 
     def confidence(self, greedy: bool, matched: int) -> float:
         """That a token is right which followed a match of so many tokens."""
-        return self._right[greedy][min(matched, LONGEST)]
+        return self._right[greedy][matched]
 
     def learn(self, greedy: bool, matched: int, right: bool) -> None:
         """A lookup was right, or not."""
@@ -73,9 +77,14 @@ class Earned:
 class Lookup:
     """Prompt lookup beside another drafter: one session's text, and confidences that lookups have earned."""
 
-    def __init__(self, tokens: Sequence[int], greedy: bool, earned: Earned, count: int) -> None:
-        """earned: shared by sessions. count: tokens looked up; 0: none."""
-        self._index = NgramIndex(tokens)
+    def __init__(
+        self, tokens: Sequence[int], greedy: bool, earned: Earned, count: int, others: Past | None = None
+    ) -> None:
+        """earned: shared by sessions. count: tokens looked up; 0: none. others: texts that are looked through as well."""
+        self._longest = LONGEST if others is None else _LONGEST_SHARED
+        self._index = NgramIndex(tokens, self._longest)
+        self._others = others
+        self._last = list(tokens[-self._longest :])
         self._greedy = greedy
         self._earned = earned
         self._count = count
@@ -87,13 +96,27 @@ class Lookup:
             matched, guessed = self._guess
             self._earned.learn(self._greedy, matched, guessed == tokens[0])
         self._index.extend(tokens)
+        self._last = [*self._last, *tokens][-self._longest :]
+
+    def _find(self) -> tuple[int, list[int]]:
+        """The longest match, and what followed it: in the session's own text, or where others match longer."""
+        matched, tokens = self._index.lookup(self._count)
+        if self._others is not None:
+            places, lengths = self._others.matches(np.asarray(self._last, np.int32), _PLACES)
+            if len(lengths) and lengths.max() > matched:
+                best = int(lengths.argmax())
+                followed = self._others.follow(places[best : best + 1], self._count)[0]
+                if followed[0] != NOTHING:
+                    return int(lengths[best]), followed[followed != NOTHING].tolist()
+        return matched, tokens
 
     def hang(self, tree: TokenTree) -> None:
         """Hangs what followed the last tokens earlier below the root, unless lookups are mostly wrong."""
         if self._count:
-            matched, tokens = self._index.lookup(self._count)
+            matched, tokens = self._find()
             self._guess = (matched, tokens[0]) if tokens else None
-            confidences = [self._earned.confidence(self._greedy, matched + depth) for depth in range(len(tokens))]
+            earned = self._earned.confidence
+            confidences = [earned(self._greedy, min(matched + depth, self._longest)) for depth in range(len(tokens))]
             if tokens and confidences[0] > _DOUBTFUL:
                 hang(tree, tokens, confidences)
 

@@ -1,0 +1,31 @@
+"""What a user gets without choosing: a draft model with lookup beside it, which draft only where that pays."""
+
+import time
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerFast
+
+from engine.budget import Calibration, CostModel
+from engine.decode import Speculation
+from engine.drafters.model import Growing, ModelDrafter
+from engine.effort import EffortWindow
+from engine.runner import ModelRunner
+
+SHARED = 1 << 18  # tokens of earlier outputs that lookup knows: 18 MB
+MOST_STEPS = 8  # draft steps before a target step
+GROWING = Growing(shared=SHARED)
+
+
+def taking_turns(
+    draft: ModelRunner,
+    cost: CostModel,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    draft_ms: float = 1.0,
+) -> Speculation:
+    """For target and draft in one loop.
+
+    cost: of a target step, which goes on learning. draft_ms: a first guess at a draft step. clock: in seconds.
+    """
+    window = EffortWindow(Calibration(), cost, draft_ms, GROWING.rows, clock=clock)
+    return Speculation(ModelDrafter(draft, GROWING, tokenizer), window, MOST_STEPS)

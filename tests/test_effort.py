@@ -1,0 +1,155 @@
+"""How much is drafted where drafter and target take turns: by costs that are given as numbers."""
+
+import numpy as np
+import pytest
+
+from engine.automatic import GROWING
+from engine.budget import Calibration, CostModel
+from engine.drafters.model import Growing, ModelDrafter
+from engine.effort import EffortWindow
+from engine.runner import ModelRunner
+from engine.tree import ROOT, TokenTree
+from engine.types import SamplingParams
+
+TARGET_MS, DRAFT_MS = 10.0, 2.0
+
+
+class World:
+    """One sequence, a clock that goes by given costs, and a drafter whose guesses are right with a given probability."""
+
+    def __init__(self, right: float, seed: int = 0) -> None:
+        self.right = right  # of each draft token, which the drafter knows
+        self.now = 0.0  # seconds
+        self.tokens = self.drafted = self.steps = 0
+        cost = CostModel()
+        for rows, milliseconds in ((1, TARGET_MS), (32, TARGET_MS + 3.1)):  # 0.1 ms a row
+            cost.start(rows, milliseconds)
+        self.window = EffortWindow(Calibration(), cost, DRAFT_MS, rows=1, clock=lambda: self.now)
+        self.rng = np.random.default_rng(seed)
+        self.tree = TokenTree(0)
+
+    def turn(self) -> int:
+        """Draft steps as long as they pay, a target step, a commit; the number of draft steps."""
+        drafted = 0
+        while drafted < 8 and self.window.pays([self.tree]):
+            [node] = self.tree.frontier(1, 100)
+            self.tree.expand([node], np.ones((1, 1), np.int32), np.full((1, 1), self.right, np.float32))
+            self.now += DRAFT_MS / 1000
+            self.window.grew([self.tree])
+            drafted += 1
+        [nodes] = self.window.choose([self.tree])
+        self.now += (TARGET_MS + 0.1 * len(nodes)) / 1000
+        path: list[int] = []
+        for node in nodes.tolist():
+            if self.rng.random() >= self.right:
+                break
+            path.append(node)
+        self.window.observe(self.tree, nodes, path)
+        self.window.stepped(1 + len(path))
+        self.tree.reset(0)
+        self.tokens, self.drafted, self.steps = self.tokens + 1 + len(path), self.drafted + drafted, self.steps + 1
+        return drafted
+
+    def turns(self, count: int) -> list[int]:
+        return [self.turn() for _ in range(count)]
+
+
+def best_chain(right: float) -> float:
+    """Tokens per millisecond of the best fixed number of draft steps."""
+    return max(sum(right**depth for depth in range(n + 1)) / (TARGET_MS + n * (DRAFT_MS + 0.1)) for n in range(9))
+
+
+@pytest.mark.parametrize("right", [0.05, 0.6, 0.95])
+def test_as_fast_as_the_best_fixed_number_of_draft_steps(right: float) -> None:
+    world = World(right)
+    world.turns(200)
+    tokens, began = world.tokens, world.now
+    world.turns(1000)
+    rate = (world.tokens - tokens) / (1000 * (world.now - began))
+    assert rate > 0.97 * best_chain(right)
+
+
+def test_better_guesses_are_drafted_deeper() -> None:
+    depths = []
+    for right in (0.3, 0.7, 0.95):
+        world = World(right)
+        world.turns(200)
+        depths.append(np.mean(world.turns(300)))
+    assert depths[0] <= 1 < depths[1] < depths[2]
+
+
+def test_drafting_rests_where_it_does_not_pay_and_looks_cost_less_than_a_hundredth() -> None:
+    world = World(0.02)
+    world.turns(100)
+    drafted, began = world.drafted, world.now
+    world.turns(3000)
+    looks = world.drafted - drafted
+    assert looks > 3, "it never looks again"
+    assert looks * DRAFT_MS < 0.01 * 1000 * (world.now - began)
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    world = World(0.02)
+    world.turns(500)
+    world.right = 0.95
+    until = next(turn for turn in range(3000) if sum(world.turns(10)) >= 20)
+    assert until < 300
+
+
+def test_what_lookup_has_already_is_not_drafted() -> None:
+    """A chain that is nearly sure leaves nothing to draft for; where it is known to end, its end is drafted on."""
+    world = World(0.8)
+    world.turns(200)
+    node = ROOT
+    for token in range(8):
+        node = world.tree.add(node, token, 0.99)
+    assert not world.window.pays([world.tree])
+
+
+def test_a_slower_draft_drafts_less() -> None:
+    def depth(draft_ms: float) -> float:
+        world = World(0.8)
+        world.turns(100)
+        world.window.draft_ms = draft_ms
+        count = 0
+        while count < 8 and world.window.pays([world.tree]):
+            [node] = world.tree.frontier(1, 100)
+            world.tree.expand([node], np.ones((1, 1), np.int32), np.full((1, 1), 0.8, np.float32))
+            count += 1
+        return count
+
+    assert depth(0.1) > depth(2.0) > depth(20.0) == 0
+
+
+def test_reading_a_long_prefix_says_nothing_about_the_drafter() -> None:
+    world = World(0.8)
+    share = world.window.share
+    for _ in range(10):
+        world.window.pays([world.tree])
+        world.window.grew([world.tree])  # nothing was expanded
+    assert world.window.share == share
+
+
+def test_an_earlier_output_is_known_to_the_next_session(draft: ModelRunner) -> None:
+    prompt, answer = [5, 6, 7], [11, 12, 13, 14, 15, 16]
+    for growing, guessed in ((GROWING, True), (Growing(), False)):
+        drafter = ModelDrafter(draft, growing)
+        for session in range(20):  # lookups have to earn their trust
+            drafter.open(session, [*prompt, *answer[:1]], SamplingParams(), len(prompt))
+            for token in answer[1:]:
+                drafter.commit(session, [token])
+            drafter.close(session)
+        drafter.open(20, [*prompt, *answer[:2]], SamplingParams(), len(prompt))
+        tree = drafter.tree(20)
+        assert (tree.path(answer[2:]) > 0) is guessed
+        drafter.close(20)
+        drafter.check()
+
+
+def test_a_session_that_is_opened_again_shares_its_text_once(draft: ModelRunner) -> None:
+    drafter = ModelDrafter(draft, GROWING)
+    drafter.open(0, [1, 2, 3], SamplingParams(), 1)
+    drafter.open(0, [1, 2, 3, 4], SamplingParams(), 1)
+    drafter.close(0)
+    assert drafter._shared is not None
+    assert drafter._shared._total == 1 + 3
