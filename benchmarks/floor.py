@@ -64,13 +64,13 @@ def measure(runner: ModelRunner, weights: int, rounds: int, context: int) -> dic
         steps.append(min(seconds(lambda: runner.forward(batch)) for _ in range(3)))
     runner.pool.release(lease)
     data = runner.pool.data
-    read = weights + context * data[:, :, :, 0].numel() * data.element_size()
+    to_read = weights + context * data[:, :, :, 0].numel() * data.element_size()
     best = max(statistics.median(held) for held in rates.values())
     step_s = statistics.median(steps)
     return {
         "step_ms": round(1000 * step_s, 2),
-        "floor_ms": round(1000 * read / best, 2),
-        "step_over_floor": round(step_s * best / read, 3),
+        "floor_ms": round(1000 * to_read / best, 2),
+        "step_over_floor": round(step_s * best / to_read, 3),
         "weights_mb": round(weights / 1e6, 1),
         "gb_per_s": {name: round(statistics.median(held) / 1e9, 1) for name, held in rates.items()},
         "rounds": rounds,

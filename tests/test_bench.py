@@ -102,7 +102,7 @@ def made(contender: str, streams: int, temperature: float, **more: object) -> Ro
 
 
 def all_rows() -> list[Row]:
-    loops = {1: {"loop": "prompts"}, 4: {"loop": "closed"}, OPEN: {"loop": "open", "rate": 1.5}}
+    loops: dict[int, Row] = {1: {"loop": "prompts"}, 4: {"loop": "closed"}, OPEN: {"loop": "open", "rate": 1.5}}
     names = ("paceline-pipelined", "vllm", "transformers")
     return [
         made(name, streams, degree, **more)

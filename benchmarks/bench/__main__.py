@@ -34,6 +34,7 @@ from benchmarks.bench.streams import Accounting, Limit, Row
 from benchmarks.server import ROOT
 from engine.text import load_tokenizer
 
+_WIDTH = 150  # characters that a table needs, also in a file
 QUICK_S = 510.0  # the last prompts, and ending everything, come on top
 COLUMNS = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 console = Console(stderr=True)
@@ -120,7 +121,7 @@ def report(rows: list[Row]) -> None:
     table = Table(*names, title=f"{title}, streams {first['streams']} {first.get('rate', '')}")
     for row in sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0.0)):
         table.add_row(*("" if row.get(name) is None else str(row[name]) for name in names))
-    console.print(table)
+    Console(stderr=True, width=max(_WIDTH, console.width)).print(table)
 
 
 @dataclass

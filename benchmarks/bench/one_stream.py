@@ -22,7 +22,7 @@ from benchmarks.bench.contenders import (
     own,
 )
 from benchmarks.bench.equality import compare
-from benchmarks.bench.own import CHAINS as OUR_CHAINS
+from benchmarks.bench.own import CHAINS, FEW_CHAINS
 from benchmarks.bench.streams import Ask, Row, Stream, cut, one_stream
 from benchmarks.bench.worker import Worker
 
@@ -54,10 +54,9 @@ class Work:
 
 @dataclass
 class Best:
-    """The settings that were fastest in a probe: by contender and temperature, and for vLLM by target alone."""
+    """The K that was fastest in a probe, by method and temperature; those that did not start are not in it."""
 
     vllm: dict[tuple[str, float], int] = field(default_factory=dict)
-    ours: tuple[int, int] = (3, 0)  # k, lookup
 
 
 def probe_vllm(setup: Setup, work: Work) -> Best:
@@ -106,12 +105,12 @@ def measure(
             asks = work.asks(temperature)
             workers = peers.bring(wanted(work, best, temperature))
             reference = workers.get((TRANSFORMERS, 0))
-            chain = probe_ours(held, asks, work.ends, OUR_CHAINS if len(work.chains) > 1 else OUR_CHAINS[2:6:2])
+            chain = probe_ours(held, asks, work.ends, CHAINS if len(work.chains) > 1 else FEW_CHAINS)
             runs, settings = contenders(held, workers, work, chain)
             title = f"{setup.pair.params / 1e6:.0f}M, {setup.place.accounting}, T = {temperature:g}"
             samples = take_turns(runs, asks, work, deadline, progress, title)
             compared = same_as(reference, samples, asks[work.warm :], work) if temperature == 0 else {}
-            common = {"target_params": setup.pair.params, "streams": 1, "temperature": temperature}
+            common: Row = {"target_params": setup.pair.params, "streams": 1, "temperature": temperature}
             common |= {"accounting": setup.place.accounting, "loop": "prompts"}
             yield [
                 {"contender": name, **common}
