@@ -22,11 +22,13 @@ from rich.console import Console
 
 from benchmarks.bench.checkpoints import make_pair
 from cluster.warm import warm_up
-from engine.attention import chain_rows
 from engine.cpu import HalfLinear
+from engine.decode import decode_steps
 from engine.runner import ModelRunner
+from engine.types import GenerationRequest, SamplingParams
 
 READ_BYTES = 1 << 29
+_STEPS = 4  # of a round
 console = Console(stderr=True)
 
 
@@ -52,17 +54,21 @@ def weight_bytes(runner: ModelRunner, params: int) -> int:
 
 
 def measure(runner: ModelRunner, weights: int, rounds: int, context: int) -> dict[str, object]:
-    """Medians over rounds of steps and reads in turn."""
+    """Medians over rounds of reads and steps in turn. A step is everything that plain decoding does for a token."""
     ways = readers()
-    lease = runner.pool.lease(context + 2)
-    batch = [chain_rows(lease, context, [0], 0)]
+    params = SamplingParams(max_tokens=rounds * (_STEPS + 1) + 1, ignore_eos=True)
+    going = decode_steps(runner, [GenerationRequest("floor", tuple(range(1, context + 1)), params)])
+    while not next(going)[1].tokens:
+        pass  # the prompt is read
     steps: list[float] = []
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, read in ways.items():
             rates[name].append(READ_BYTES / seconds(read))
-        steps.append(min(seconds(lambda: runner.forward(batch)) for _ in range(3)))
-    runner.pool.release(lease)
+        next(going)  # finds the caches as the reads left them
+        steps += [seconds(lambda: next(going)) for _ in range(_STEPS)]
+    going.close()
+    context += rounds * _STEPS // 2
     data = runner.pool.data
     to_read = weights + context * data[:, :, :, 0].numel() * data.element_size()
     best = max(statistics.median(held) for held in rates.values())
@@ -74,14 +80,14 @@ def measure(runner: ModelRunner, weights: int, rounds: int, context: int) -> dic
         "weights_mb": round(weights / 1e6, 1),
         "gb_per_s": {name: round(statistics.median(held) / 1e9, 1) for name, held in rates.items()},
         "rounds": rounds,
-        "context": context,
+        "tokens_before": context,
     }
 
 
 def main(
     size: Annotated[str, typer.Option(help="bundled, or about so many parameters")] = "150M",
     rounds: Annotated[int, typer.Option(help="of steps and reads in turn")] = 30,
-    context: Annotated[int, typer.Option(help="tokens before the step's")] = 200,
+    context: Annotated[int, typer.Option(help="tokens of the prompt")] = 200,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "float32",
     json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/floor.json"),
 ) -> None:

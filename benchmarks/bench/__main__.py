@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.bench import many_streams, one_stream
 from benchmarks.bench.checkpoints import PROMPTS, TARGET, Pair, make_pair
 from benchmarks.bench.contenders import Environments, Notes, Place, Setup
-from benchmarks.bench.one_stream import Best, Work
+from benchmarks.bench.one_stream import PROBED, Best, Work
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import Accounting, Limit, Row
 from benchmarks.server import ROOT
@@ -146,13 +146,13 @@ class Run:
             work, best = replace(self.work, temperatures=tuple(missing)), self._best(pair)
             self._keep(one_stream.measure(setup, work, best, self.budget.share, self.progress))
 
-    def many(self, pair: Pair, kind: Accounting, work: Work, load: many_streams.Load) -> None:
+    def many(self, pair: Pair, kind: Accounting, load: many_streams.Load) -> None:
         """Closed and open loops."""
         setup = Setup(pair, Place(kind, self.cores), self.env, self.notes, self.logs)
         parts = len(load.streams) + len(load.rates)
-        missing = self.results.missing(setup, work.temperatures, ("closed", "open"), parts)
+        missing = self.results.missing(setup, self.work.temperatures, ("closed", "open"), parts)
         if missing:
-            work, best = replace(work, temperatures=tuple(missing)), self._best(pair)
+            work, best = replace(self.work, temperatures=tuple(missing)), self._best(pair)
             self._keep(many_streams.measure(setup, work, load, best, self.budget.share, self.progress))
 
     def _best(self, pair: Pair) -> Best:
@@ -222,11 +222,15 @@ def main(
     notes.add(conditions(cores, settings))
     tokenizer = load_tokenizer(TARGET)
     prompts = tuple(tuple(tokenizer(json.loads(line))["input_ids"]) for line in PROMPTS.read_text().splitlines())
+    if not 0 <= warm < count or count * len(degrees) + PROBED > len(prompts):
+        raise typer.BadParameter(f"--count: more than --warm, and at most {(len(prompts) - PROBED) // len(degrees)}")
     work = Work(
-        prompts=prompts[:count],
+        prompts=prompts,
+        count=count,
         tokens=tokens,
         warm=warm,
         temperatures=degrees,
+        order=degrees,
         chains=tuple(map(int, chains.split(","))),
         served=served,
         names=tuple(each for each in names.split(",") if each),
@@ -247,7 +251,7 @@ def main(
             for kind in kinds:
                 run.one(pair, kind)
         if many:
-            run.many(make_pair(stream_size, models), kinds[0], replace(work, prompts=prompts), load)
+            run.many(make_pair(stream_size, models), kinds[0], load)
     ray.shutdown()
     draw(results.rows, results.path.with_suffix(".png"))
     console.print(f"written: {results.path}, {results.path.with_suffix('.png')}, {notes.path}")

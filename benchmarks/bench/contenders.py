@@ -24,11 +24,13 @@ from benchmarks.server import ROOT
 from cluster.placement import Placement
 
 HERE = Path(__file__).parent
+SERVED = {"paceline-served-plain": servers.PLAIN, "paceline-served": servers.DRAFTED}
 VLLM, VLLM_SPECULATIVE = "vllm", ("vllm-ngram", "vllm-suffix", "vllm-draft-model")
 TRANSFORMERS, ASSISTED = "transformers", "transformers-assisted"
 CHAINS = (2, 3, 5)  # draft tokens a step that are tried with vLLM's methods
 _IDLE_SHARE = 0.1  # of a core: a worker that takes more while it waits disturbs the others
 _KV_GB = "1"
+_FIRST = Ask((1, 2, 3), 0, 0.0, 8)  # threads that a first prompt starts may spin afterwards
 Key = tuple[str, int]  # name, draft tokens a step; 0 where there are none
 Run = Callable[[Sequence[Ask]], list[Stream]]
 
@@ -115,10 +117,9 @@ class Peers:
         for key in [key for key in self._workers if key not in wanted]:
             self._workers.pop(key).close()
         missing = [key for key in wanted if key not in self._workers and self._available(key[0])]
-        for some in (
-            missing[i : i + 2] for i in range(0, len(missing), 2)
-        ):  # two at a time: they compile on a core each
-            self._start(some)
+        while missing:  # two at a time: more would only be in each other's way
+            self._start(missing[:2])
+            missing = missing[2:]
         return {key: self._workers[key] for key in wanted if key in self._workers}
 
     def _start(self, keys: Sequence[Key]) -> None:
@@ -126,6 +127,7 @@ class Peers:
         for key, worker in started.items():
             try:
                 worker.wait_ready()
+                worker.run([_FIRST])
             except WorkerError as error:
                 worker.close()
                 self._notes.add(f"left out: {error}")
@@ -184,9 +186,13 @@ def own(setup: Setup, with_server: bool) -> Iterator[Own]:
     with ExitStack() as stack:
         served: dict[str, Run] = {}
         if with_server:
-            found = stack.enter_context(servers.paceline(pair.target, pair.draft, place.cores, len(place.peers), out))
-            names = {"paceline-served-plain": servers.PLAIN, "paceline-served": servers.DRAFTED}
-            served = {name: over_http(found[model]) for name, model in names.items()}
+            try:
+                found = stack.enter_context(
+                    servers.paceline(pair.target, pair.draft, place.cores, len(place.peers), out)
+                )
+                served = {name: over_http(found[model]) for name, model in SERVED.items()}
+            except SystemExit as error:
+                setup.notes.add(f"left out: paceline serve, {str(error)[-300:]}")
         pipelined = Pipelined(pair.target, pair.draft, place.cores)
         stack.callback(pipelined.close)
         turns = Turns(pair.target, pair.draft, where)

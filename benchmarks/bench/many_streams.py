@@ -10,6 +10,7 @@ from rich.progress import Progress
 
 from benchmarks.bench import servers
 from benchmarks.bench.contenders import (
+    SERVED,
     TRANSFORMERS,
     VLLM,
     Key,
@@ -51,8 +52,7 @@ def measure(
     ):
         batch = others.bring([(TRANSFORMERS, 0)] if work.wants(TRANSFORMERS) else [])
         for temperature in work.temperatures:
-            found = {"paceline-served-plain": ours[servers.PLAIN], "paceline-served": ours[servers.DRAFTED]}
-            found = {name: server for name, server in found.items() if work.wants(name)}
+            found = {name: ours[model] for name, model in SERVED.items() if work.wants(name)}
             found |= {f"{key[0]}-served": theirs[key] for key in keys[temperature] if key in theirs}
             loops = {name: over_http(server) for name, server in found.items()}
             loops |= {name: static_batch(worker.run, work) for (name, _), worker in batch.items()}
@@ -60,14 +60,16 @@ def measure(
             served: dict[str, float] = {}
             for streams in load.streams:
                 title = f"{streams} streams, T = {temperature:g}"
-                rounds = take_turns(loops, work.asks(temperature), streams, load, share(), progress, title)
+                rounds = take_turns(
+                    loops, work.make(work.prompts, temperature), streams, load, share(), progress, title
+                )
                 yield [
                     {"contender": name, "streams": streams, **common, "loop": "closed"} | many_streams(held)
                     for name, held in rounds.items()
                 ]
                 served |= {name: max(rate, served.get(name, 0.0)) for name, rate in requests_per_s(rounds).items()}
             if load.rates:
-                yield from opened(found, work.asks(temperature), load, served, common, progress)
+                yield from opened(found, work.make(work.prompts, temperature), load, served, common, progress)
 
 
 def peers(best: Best, temperature: float) -> list[Key]:

@@ -15,6 +15,7 @@ from benchmarks.bench.contenders import (
     VLLM,
     VLLM_SPECULATIVE,
     Key,
+    Notes,
     Own,
     Peers,
     Run,
@@ -24,19 +25,21 @@ from benchmarks.bench.contenders import (
 from benchmarks.bench.equality import compare
 from benchmarks.bench.own import CHAINS, FEW_CHAINS
 from benchmarks.bench.streams import Ask, Row, Stream, cut, one_stream
-from benchmarks.bench.worker import Worker
+from benchmarks.bench.worker import Worker, WorkerError
 
-_PROBED = 3  # prompts of a probe; the first one warms up
+PROBED = 3  # prompts of a probe
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured, and how. asks: of one temperature; the first `warm` don't count."""
+    """What is measured, and how. Of each temperature's prompts the first `warm` don't count."""
 
     prompts: tuple[tuple[int, ...], ...]
+    count: int  # of them, for each temperature
     tokens: int
     warm: int
-    temperatures: tuple[float, ...]
+    temperatures: tuple[float, ...]  # that are to be measured
+    order: tuple[float, ...]  # of all, also those that an earlier run has measured
     chains: tuple[int, ...]  # of vLLM's methods; of one, nothing is probed
     served: bool  # through HTTP, too
     names: tuple[str, ...]  # contenders; empty for all
@@ -44,8 +47,17 @@ class Work:
     decode: Callable[[Sequence[int]], str]
 
     def asks(self, temperature: float) -> list[Ask]:
+        """Prompts that no other temperature has: nobody has read them before, nor written what follows."""
+        first = self.count * self.order.index(temperature)
+        return self.make(self.prompts[first : first + self.count], temperature)
+
+    def probes(self, temperature: float) -> list[Ask]:
+        """A few, for choices between settings, that nobody is measured with. The first one warms up."""
+        return self.make(self.prompts[-PROBED:], temperature)
+
+    def make(self, prompts: Sequence[tuple[int, ...]], temperature: float) -> list[Ask]:
         """One for each prompt."""
-        return [Ask(prompt, index, temperature, self.tokens) for index, prompt in enumerate(self.prompts)]
+        return [Ask(prompt, index, temperature, self.tokens) for index, prompt in enumerate(prompts)]
 
     def wants(self, name: str) -> bool:
         """Whether a contender takes part; a served one does where what it serves is named, too."""
@@ -74,7 +86,7 @@ def probe_vllm(setup: Setup, work: Work) -> Best:
                 if not workers:
                     break  # with another K it wouldn't start either
                 for temperature in work.temperatures:
-                    rates[k, temperature] = probe_rate(workers[name, k].run, work.asks(temperature), work.ends)
+                    rates[k, temperature] = probe_rate(workers[name, k].run, work.probes(temperature), work.ends)
         for temperature in work.temperatures:
             tried = {k: rate for (k, t), rate in rates.items() if t == temperature}
             if tried:
@@ -85,7 +97,7 @@ def probe_vllm(setup: Setup, work: Work) -> Best:
 
 def probe_rate(run: Run, asks: Sequence[Ask], ends: frozenset[int]) -> float:
     """Median tokens/s of a few prompts."""
-    streams = [cut(run([ask])[0], ends) for ask in asks[:_PROBED]]
+    streams = [cut(run([ask])[0], ends) for ask in asks]
     rates = [stream.decoding_tps or 0.0 for stream in streams]
     return round(statistics.median(rates[1:] or rates), 1)
 
@@ -105,10 +117,12 @@ def measure(
             asks = work.asks(temperature)
             workers = peers.bring(wanted(work, best, temperature))
             reference = workers.get((TRANSFORMERS, 0))
-            chain = probe_ours(held, asks, work.ends, CHAINS if len(work.chains) > 1 else FEW_CHAINS)
+            chain = probe_ours(
+                held, work.probes(temperature), work.ends, CHAINS if len(work.chains) > 1 else FEW_CHAINS
+            )
             runs, settings = contenders(held, workers, work, chain)
             title = f"{setup.pair.params / 1e6:.0f}M, {setup.place.accounting}, T = {temperature:g}"
-            samples = take_turns(runs, asks, work, deadline, progress, title)
+            samples = take_turns(setup.notes, runs, asks, work, deadline, progress, title)
             compared = same_as(reference, samples, asks[work.warm :], work) if temperature == 0 else {}
             common: Row = {"target_params": setup.pair.params, "streams": 1, "temperature": temperature}
             common |= {"accounting": setup.place.accounting, "loop": "prompts"}
@@ -141,9 +155,18 @@ def contenders(
 
 
 def take_turns(
-    runs: dict[str, Run], asks: Sequence[Ask], work: Work, deadline: float, progress: Progress, title: str
+    notes: Notes,
+    runs: dict[str, Run],
+    asks: Sequence[Ask],
+    work: Work,
+    deadline: float,
+    progress: Progress,
+    title: str,
 ) -> dict[str, list[Stream]]:
-    """Every prompt through all of them, in an order of its own; past the deadline no further prompt is begun."""
+    """Every prompt through all of them, in an order of its own; past the deadline no further prompt is begun.
+
+    Who ends on the way is left out, with a note.
+    """
     rng = random.Random(0)
     samples: dict[str, list[Stream]] = {name: [] for name in runs}
     task = progress.add_task(title, total=len(asks))
@@ -151,7 +174,11 @@ def take_turns(
         if index > work.warm and time.monotonic() > deadline:
             break
         for name in rng.sample(sorted(runs), len(runs)):
-            samples[name].append(cut(runs[name]([ask])[0], work.ends))
+            try:
+                samples[name].append(cut(runs[name]([ask])[0], work.ends))
+            except WorkerError as error:
+                notes.add(f"left out: {error}")
+                del runs[name], samples[name]
         progress.advance(task)
     return {name: streams[work.warm :] for name, streams in samples.items()}
 
@@ -160,7 +187,7 @@ def same_as(
     reference: Worker | None, samples: dict[str, list[Stream]], asks: Sequence[Ask], work: Work
 ) -> dict[str, Row]:
     """How many outputs of each contender are those of transformers; nothing without it."""
-    if reference is None:
+    if reference is None or TRANSFORMERS not in samples:
         return {}
     outputs = [list(stream.tokens) for stream in samples[TRANSFORMERS]]
     pairs = zip(asks, outputs, strict=False)

@@ -49,8 +49,10 @@ class Stream:
     @property
     def decoding_tps(self) -> float | None:
         """Tokens behind the first ones, per second behind them; none where all came at the same time."""
+        if len(self.arrivals) < 2:
+            return None
         first, last = self.arrivals[0], self.arrivals[-1]
-        return (self.count - first[1]) / (last[0] - first[0]) if last[0] > first[0] else None
+        return (self.count - first[1]) / (last[0] - first[0])
 
     def gaps_ms(self) -> list[float]:
         """Between tokens: those that come together share the time since the ones before them."""
