@@ -67,7 +67,7 @@ def measure(runner: ModelRunner, weights: int, rounds: int, context: int) -> dic
             rates[name].append(READ_BYTES / seconds(read))
         next(going)  # finds the caches as the reads left them
         steps += [seconds(lambda: next(going)) for _ in range(_STEPS)]
-    going.close()
+    list(going)  # to its end, which gives everything back
     context += rounds * _STEPS // 2
     data = runner.pool.data
     to_read = weights + context * data[:, :, :, 0].numel() * data.element_size()

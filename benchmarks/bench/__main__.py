@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.bench import many_streams, one_stream
 from benchmarks.bench.checkpoints import PROMPTS, TARGET, Pair, make_pair
-from benchmarks.bench.contenders import Environments, Notes, Place, Setup
+from benchmarks.bench.contenders import VLLM, VLLM_SPECULATIVE, Environments, Notes, Place, Setup
 from benchmarks.bench.one_stream import PROBED, Best, Work
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import Accounting, Limit, Row
@@ -239,7 +239,8 @@ def main(
     )
     limit = Limit(ttft_limit, itl_limit)
     shares = tuple(float(each) for each in rates.split(",") if each)
-    load = many_streams.Load(many, rounds, 1 if quick else 2, shares, seconds, limit)
+    methods = (VLLM, "vllm-draft-model") if quick else (VLLM, *VLLM_SPECULATIVE)
+    load = many_streams.Load(methods, many, rounds, 1 if quick else 2, shares, seconds, limit)
     chosen = [each for each in sizes.split(",") if each]
     parts = (len(chosen) * len(kinds) + len(many)) * len(degrees)
     os.environ["RAY_ADDRESS"] = "local"  # an instance of our own, here and in the server that is started

@@ -19,8 +19,7 @@ from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.http_client import Server, closed_loop
 from benchmarks.bench.own import Pipelined, Turns
 from benchmarks.bench.streams import Accounting, Ask, Stream
-from benchmarks.bench.worker import Worker, WorkerError
-from benchmarks.server import ROOT
+from benchmarks.bench.worker import Worker, WorkerError, idle_share
 from cluster.placement import Placement
 
 HERE = Path(__file__).parent
@@ -71,6 +70,11 @@ class Notes:
             self.path.write_text(json.dumps(self.lines, indent=1) + "\n")
             sys.stderr.write(f"note: {line}\n")
 
+    def idle(self, name: str, share: float) -> None:
+        """What a contender takes of a core while it waits: worth a note when it disturbs others."""
+        if share > _IDLE_SHARE:
+            self.add(f"{name} takes {share:.2f} of a core while it waits")
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -101,6 +105,7 @@ def environment(place: Place) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(len(place.peers)),
         "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": "",  # nothing of ours
     }
 
 
@@ -133,8 +138,7 @@ class Peers:
                 self._notes.add(f"left out: {error}")
             else:
                 self._workers[key] = worker
-                if (share := worker.idle_share(0.5)) > _IDLE_SHARE:
-                    self._notes.add(f"{worker.name} takes {share:.2f} of a core while it waits")
+                self._notes.idle(worker.name, worker.idle_share())
 
     def _available(self, name: str) -> bool:
         python, target = (
@@ -157,7 +161,7 @@ class Peers:
             options = {"target": str(self._pair.target), "speculation": config, "context": servers.CONTEXT}
             options |= {"streams": 1, "eager": self._environments.eager}
             script, python = HERE / "vllm_engine_worker.py", self._environments.vllm
-        variables = environment(self._place) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+        variables = environment(self._place) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         log = f"{name}-{k}-{self._pair.params}-{self._place.accounting}"
         return Worker(log, [str(python), str(script), json.dumps(options)], variables, self._out)
 
@@ -230,6 +234,8 @@ def vllm_servers(setup: Setup, keys: Sequence[Key], streams: int) -> Iterator[di
                 try:
                     servers.wait_ready(server, process)
                     ready[key] = server
+                    asyncio.run(closed_loop(server, [_FIRST], 1))
+                    notes.idle(server.model, idle_share(process.pid))
                 except TimeoutError as error:
                     notes.add(f"left out: {error}")
                     held.close()

@@ -21,6 +21,7 @@ from benchmarks.bench.contenders import (
 from benchmarks.bench.http_client import Server, closed_loop, open_loop
 from benchmarks.bench.one_stream import Best, Work
 from benchmarks.bench.streams import OPEN, Ask, Limit, Row, Stream, cut, goodput, latencies, many_streams
+from benchmarks.bench.worker import SETTLE_S
 
 Round = tuple[float, list[Stream]]  # seconds, what came
 Loop = Callable[[Sequence[Ask], int], Round]  # so many clients
@@ -30,6 +31,7 @@ Loop = Callable[[Sequence[Ask], int], Round]  # so many clients
 class Load:
     """What is asked of servers."""
 
+    vllm: tuple[str, ...]  # its methods that are served
     streams: tuple[int, ...]
     rounds: int  # of a closed loop; one more warms up
     each: int  # requests of each client in a round
@@ -42,7 +44,7 @@ def measure(
     setup: Setup, work: Work, load: Load, best: Best, share: Callable[[], float], progress: Progress
 ) -> Iterator[list[Row]]:
     """Rows of closed loops, then of open ones, temperature by temperature. share: as in one_stream.measure."""
-    keys = {t: [(name, k) for name, k in peers(best, t) if work.wants(name)] for t in work.temperatures}
+    keys = {t: [key for key in peers(best, t) if work.wants(key[0]) and key[0] in load.vllm] for t in work.temperatures}
     every = list(dict.fromkeys(key for some in keys.values() for key in some))
     pair, place = setup.pair, setup.place
     with (
@@ -54,22 +56,24 @@ def measure(
         for temperature in work.temperatures:
             found = {name: ours[model] for name, model in SERVED.items() if work.wants(name)}
             found |= {f"{key[0]}-served": theirs[key] for key in keys[temperature] if key in theirs}
+            chosen = {f"{name}-served": {"k": k} for name, k in keys[temperature] if k}
+            asks = work.make(work.prompts, temperature)
             loops = {name: over_http(server) for name, server in found.items()}
             loops |= {name: static_batch(worker.run, work) for (name, _), worker in batch.items()}
             common = {"target_params": pair.params, "temperature": temperature, "accounting": place.accounting}
             served: dict[str, float] = {}
             for streams in load.streams:
                 title = f"{streams} streams, T = {temperature:g}"
-                rounds = take_turns(
-                    loops, work.make(work.prompts, temperature), streams, load, share(), progress, title
-                )
+                rounds = take_turns(loops, asks, streams, load, share(), progress, title)
                 yield [
-                    {"contender": name, "streams": streams, **common, "loop": "closed"} | many_streams(held)
+                    {"contender": name, "streams": streams, **common, "loop": "closed"}
+                    | many_streams(held)
+                    | chosen.get(name, {})
                     for name, held in rounds.items()
                 ]
                 served |= {name: max(rate, served.get(name, 0.0)) for name, rate in requests_per_s(rounds).items()}
             if load.rates:
-                yield from opened(found, work.make(work.prompts, temperature), load, served, common, progress)
+                yield from opened(found, asks, load, served, common, progress)
 
 
 def peers(best: Best, temperature: float) -> list[Key]:
@@ -113,6 +117,7 @@ def take_turns(
             break
         asked = [asks[(number * streams + index) % len(asks)] for index in range(streams * load.each)]
         for name in rng.sample(sorted(loops), len(loops)):
+            time.sleep(SETTLE_S)
             rounds[name].append(loops[name](asked, streams))
         progress.advance(task)
     return {name: held[1:] for name, held in rounds.items()}
@@ -141,6 +146,7 @@ def opened(
     for number, share in enumerate(load.rates):
         rate, found = round(share * full, 3), []
         for name in random.Random(number).sample(sorted(everybody), len(everybody)):
+            time.sleep(SETTLE_S)
             started = time.monotonic()
             streams = asyncio.run(open_loop(everybody[name], asks, rate, load.seconds, number))
             seconds = max(load.seconds, time.monotonic() - started)

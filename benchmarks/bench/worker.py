@@ -5,14 +5,41 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.bench.streams import Ask, Stream
 
+SETTLE_S = 1.5  # vLLM's servers look for work without a pause for a second before they sleep
+_IDLE_S = 1.0
+
 
 class WorkerError(RuntimeError):
     """A worker ended; the text says which, and the end of its log."""
+
+
+def idle_share(pid: int) -> float:
+    """Share of a core that a process and its descendants take while nothing is asked of them; takes seconds to tell."""
+    time.sleep(SETTLE_S)
+    before, started = cpu_s(pid), time.monotonic()
+    time.sleep(_IDLE_S)
+    return (cpu_s(pid) - before) / (time.monotonic() - started)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and its descendants, those that have ended apart."""
+    times, parents = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+            times[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    family, before = {pid}, 0
+    while len(family) > before:
+        before = len(family)
+        family |= {child for child, parent in parents.items() if parent in family}
+    return sum(times.get(member, 0) for member in family) / os.sysconf("SC_CLK_TCK")
 
 
 class Worker:
@@ -62,11 +89,9 @@ class Worker:
             for each in answer["streams"]
         ]
 
-    def idle_share(self, seconds: float) -> float:
-        """Share of a core that it takes while it is asked nothing."""
-        before = self._cpu_s()
-        time.sleep(seconds)
-        return (self._cpu_s() - before) / seconds
+    def idle_share(self) -> float:
+        """See below."""
+        return idle_share(self._process.pid)
 
     def close(self) -> None:
         """Ends it."""
@@ -75,10 +100,6 @@ class Worker:
         for pipe in (self._process.stdin, self._process.stdout, self._output):
             if pipe is not None:
                 pipe.close()
-
-    def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _line(self) -> str:
         assert self._process.stdout is not None
