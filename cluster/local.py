@@ -44,9 +44,10 @@ class LocalCluster:
         drafts: int = 1,
         threads: int = 1,
         placements: tuple[list[Placement], list[Placement]] | None = None,
+        target_actor: type[TargetActor] = TargetActor,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """draft: None for a cluster without drafts. progress: told what is being waited for."""
+        """draft: None for a cluster without drafts. target_actor: one that can more. progress: told what is waited for."""
         drafts = drafts if draft is not None else 0
         progress("starting Ray")
         self._started_ray = start_ray()
@@ -55,7 +56,7 @@ class LocalCluster:
         self.registry: Any = registry.open()
         progress("loading the models")
         self.targets: list[Any] = [
-            self._actor(TargetActor, where).remote(target, where, registry, index)
+            self._actor(target_actor, where).remote(target, where, registry, index)
             for index, where in enumerate(target_places)
         ]
         self.drafts: list[Any] = [

@@ -22,6 +22,9 @@ class Timed:
     generation: Generation
     seconds: float  # of the steps that committed tokens, drafting included, prefill excluded
     drafting_s: float = 0.0  # of `seconds`: the target had nothing to do
+    arrivals: tuple[
+        tuple[float, int], ...
+    ] = ()  # seconds since the call, prefill included; tokens that were there then
 
 
 class _TimedDrafter(ModelDrafter):
@@ -61,10 +64,13 @@ class SequentialActor:
         speculation = Speculation(drafter, FixedChain(k), k) if k else None
         generation = Generation(request)
         seconds, drafted_s = 0.0, drafter.spent_s
-        mark = time.monotonic()
+        arrivals: list[tuple[float, int]] = []
+        started = mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], speculation, margins=margins):
             now = time.monotonic()
             seconds += (now - mark) * bool(outcome.tokens)
             mark = now
+            if outcome.tokens:
+                arrivals.append((now - started, len(outcome.tokens)))
             record(generation, outcome)
-        return Timed(generation, seconds, drafter.spent_s - drafted_s)
+        return Timed(generation, seconds, drafter.spent_s - drafted_s, tuple(arrivals))

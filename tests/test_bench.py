@@ -1,0 +1,182 @@
+"""What `make bench` counts, and what it makes of it: rows, the picture, arrivals of an open loop; and nothing grows."""
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import memory
+from benchmarks.bench.__main__ import Budget, Results
+from benchmarks.bench.checkpoints import Pair
+from benchmarks.bench.contenders import Environments, Notes, Peers, Place, Setup
+from benchmarks.bench.equality import compare
+from benchmarks.bench.http_client import arrival_times
+from benchmarks.bench.plot import draw
+from benchmarks.bench.streams import (
+    KEYS,
+    OPEN,
+    Limit,
+    Row,
+    Stream,
+    by_text,
+    cut,
+    goodput,
+    latencies,
+    many_streams,
+    one_stream,
+)
+from engine.runner import ModelRunner
+from tests import exact
+
+END = 0
+STREAM = Stream(((0.5, 1), (0.6, 3), (0.8, 2)), (7, 8, 9, END, 5, 5))
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(97 + token) for token in ids)
+
+
+def test_nothing_behind_the_end_token_is_counted_nor_timed() -> None:
+    assert cut(STREAM, {END}) == Stream(((0.5, 1), (0.6, 3)), (7, 8, 9, END))
+    assert cut(Stream(((0.5, 1), (0.6, 3)), (7, END, 8, 9)), {END}).arrivals == ((0.5, 1), (0.6, 1))
+    assert cut(STREAM, {99}) == STREAM
+
+
+def test_prefill_is_apart_and_tokens_that_come_together_share_the_time() -> None:
+    row = one_stream([STREAM, STREAM])
+    assert row["tokens_per_s"] == pytest.approx(5 / 0.3, abs=0.05)  # the first token is the prefill's
+    assert row["ttft_ms"] == 500
+    assert STREAM.gaps_ms() == pytest.approx([100 / 3] * 3 + [100] * 2)
+    assert (row["itl_ms_p50"], row["itl_ms_p99"]) == (33.33, 100)
+    assert row["tokens"] == 12
+
+
+def test_text_over_http_counts_as_many_tokens_as_the_server_says() -> None:
+    stream = by_text([(0.1, "ab"), (0.2, "cdef"), (0.3, "gh")], 5)
+    assert stream.count == 5
+    assert stream.arrivals == ((0.1, 1), (0.2, 3), (0.3, 1))
+    assert stream.text == "abcdefgh"
+
+
+def test_outputs_part_at_ties_or_otherwise() -> None:
+    references = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3], [4, 5, 6]]
+    streams = [
+        Stream(((0.1, 3),), (1, 2, 3)),
+        Stream(((0.1, 3),), (4, 9, 9)),  # parts where the margin is a tie
+        Stream(((0.1, 2),), (7, 8)),  # ended too soon
+        Stream(((0.1, 3),), text="bcd"),
+        Stream(((0.1, 3),), text="exx"),
+    ]
+    margins = {(1, 1): 1e-5, (2, 2): 0.5, (4, 1): 0.3}
+    found = compare(streams, references, lambda prompt, at: margins[prompt, at], decode)
+    assert found == {"equal": 2, "ties": 1, "differing": 2}
+
+
+def test_requests_of_an_open_loop_come_at_their_rate_the_same_for_everybody() -> None:
+    times = list(arrival_times(20.0, 100.0, seed=1))
+    assert times == list(arrival_times(20.0, 100.0, seed=1))
+    assert times != list(arrival_times(20.0, 100.0, seed=2))
+    assert 0 < times[0] <= times[-1] < 100
+    assert abs(len(times) - 2000) < 5 * math.sqrt(2000)
+    gaps = [b - a for a, b in pairwise(times)]
+    assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.05)  # as Poisson's are
+
+
+def test_goodput_is_what_came_within_the_limit() -> None:
+    slow, stalled = Stream(((3.0, 1), (3.1, 1))), Stream(((0.1, 1), (0.9, 1)))
+    row = goodput([STREAM, slow, stalled, Stream(())], 2.0, Limit(ttft_ms=1000, itl_ms=200))
+    assert row["goodput_requests_per_s"] == 0.5
+    assert (row["requests"], row["failed"], row["within_limit"]) == (4, 1, 0.25)
+
+
+def made(contender: str, streams: int, temperature: float, **more: object) -> Row:
+    """A row as the runs make them."""
+    common = {"target_params": 11_000_000, "temperature": temperature, "accounting": "same-target-core"}
+    figures = one_stream([STREAM]) if streams == 1 else many_streams([(2.0, [STREAM] * streams)])
+    if streams == OPEN:
+        figures = latencies([STREAM]) | {"tokens_per_s": 1.0, "spread": None} | goodput([STREAM], 2.0, Limit())
+    return {"contender": contender, "streams": streams, **common, **more} | figures
+
+
+def all_rows() -> list[Row]:
+    loops: dict[int, Row] = {1: {"loop": "prompts"}, 4: {"loop": "closed"}, OPEN: {"loop": "open", "rate": 1.5}}
+    names = ("paceline-pipelined", "vllm", "transformers")
+    return [
+        made(name, streams, degree, **more)
+        for degree in (0.0, 1.0)
+        for streams, more in loops.items()
+        for name in names
+    ]
+
+
+def test_rows_have_their_keys_and_are_on_disk_at_once_with_a_picture(tmp_path: Path) -> None:
+    results = Results(tmp_path / "rows.json")
+    results.add(all_rows())
+    held = json.loads(results.path.read_text())
+    assert len(held) == 18
+    for row in held:
+        assert row.keys() >= set(KEYS)
+        assert isinstance(row["tokens_per_s"], float)
+    draw(held, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_parts_it_lacks(tmp_path: Path) -> None:
+    results = Results(tmp_path / "rows.json", all_rows())
+    setup = make_setup(tmp_path)
+    assert results.missing(setup, (0.0, 1.0), ("prompts",), 1) == []
+    assert results.missing(setup, (0.0, 0.5), ("closed", "open"), 2) == [0.5]
+    assert results.missing(setup, (0.0,), ("closed", "open"), 3) == [0.0]
+    assert {row["loop"] for row in results.rows if row["temperature"] == 0} == {"prompts"}
+
+
+def make_setup(folder: Path) -> Setup:
+    nowhere = folder / "nowhere" / "python"
+    pair = Pair(exact.TARGET, exact.DRAFT, 11_000_000)
+    place = Place("same-target-core", (0, 1))
+    return Setup(pair, place, Environments(nowhere, nowhere, False), Notes(folder / "notes.json"), folder)
+
+
+def test_a_peer_that_is_not_installed_is_left_out_with_a_note(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path)
+    with Peers(setup) as peers:
+        assert peers.bring([("vllm", 0)]) == {}
+    [note] = json.loads(setup.notes.path.read_text())
+    assert "left out: vllm, there is no" in note
+
+
+def test_time_is_shared_out_among_what_is_left() -> None:
+    budget = Budget(100.0, 4)
+    first = budget.share() - budget.started
+    assert first == pytest.approx(25, abs=1)
+    assert budget.share() - budget.started == pytest.approx(100 / 3, abs=1)  # the first took no time
+    assert Budget(None, 4).share() == math.inf
+
+
+def test_a_target_and_a_draft_hold_what_they_need_and_nothing_afterwards(
+    fast_target: ModelRunner, draft: ModelRunner, prompts: list[exact.Tokens]
+) -> None:
+    pair = memory.Pair(fast_target, draft)
+    work = memory.batches(prompts, streams=2, length=24)
+    samples = list(memory.watch(pair, fast_target.pool.page_size, work, 240, lambda tokens: None))
+    pair.close()
+    assert samples[-1].tokens == 240
+    assert memory.complaints(samples) == []
+    assert all(0 < sample.most_pages <= sample.allowed_pages for sample in samples)
+
+
+def test_growth_is_complained_of() -> None:
+    steady = [memory.Sample(n, 500.0, 1000, (0, 0), 0, 3, 4) for n in range(8)]
+    assert memory.complaints(steady) == []
+    leaking = [memory.Sample(n, 500.0 + 20 * n, 1000 * (n + 1), (0, 0), 0, 3, 4) for n in range(8)]
+    assert len(memory.complaints(leaking)) == 2
+    assert memory.complaints([*steady, memory.Sample(8, 500.0, 1000, (1, 0), 0, 5, 4)])[0].endswith("are held")
+
+
+def test_batches_alternate_between_temperatures() -> None:
+    [first, second] = islice(memory.batches([(1, 2)], 2, 8), 2)
+    assert [request.params.temperature for request in first] == [0.0, 1.0]
+    assert {request.request_id for request in first}.isdisjoint(request.request_id for request in second)
