@@ -49,6 +49,7 @@ class DraftConfig:
     drafter: DrafterName = "auto"
     documents: Path | None = None  # a text file, or a folder of them
     tokenizer: Path | None = None  # folder with the target's; none: the model's own, which the target shares
+    shared: int = SHARED  # tokens of earlier outputs that all sessions may draft from
     inner: str | None = None  # "host:port" of the draft service that drafts for a cascade's model; none: lookup does
 
     @property
@@ -70,13 +71,13 @@ def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
 def _make(config: DraftConfig, placement: Placement) -> Drafter:
     parts: list[Drafter] = []
     if config.drafter in ("suffix", "merged"):
-        parts.append(SuffixDrafter())
+        parts.append(SuffixDrafter(shared=config.shared))
     if config.documents is not None:
         parts.append(RetrievalDrafter(Documents(load_documents(config.documents, _tokenizer(config)))))
     if config.model is not None:
         parts.append(_with_model(config, config.model, placement))
     if not parts:
-        parts.append(SuffixDrafter(shared=SHARED) if config.drafter == "auto" else NgramDrafter())
+        parts.append(SuffixDrafter(shared=config.shared) if config.drafter == "auto" else NgramDrafter())
     return MergedDrafter(parts) if len(parts) > 1 else parts[0]
 
 
@@ -98,7 +99,7 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
     growing = replace(
         config.growing,
         lookup=config.growing.lookup if automatic else 0,
-        shared=SHARED if automatic else 0,
+        shared=config.shared if automatic else 0,
         max_depth=length if targets is None else length + _DEEPER,
         overrule=cascade or config.growing.overrule,
     )
@@ -147,6 +148,7 @@ class LocalConfig:
     drafter: LocalName | None = None
     heads: Path | None = None  # folder of what `paceline heads` trained
     documents: Path | None = None  # a text file, or a folder of them
+    shared: int = SHARED  # tokens of earlier outputs that all sessions may draft from
 
 
 def make_local(config: LocalConfig, target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> LocalDrafter | None:
@@ -167,7 +169,7 @@ def _local(config: LocalConfig, name: LocalName, target: ModelRunner, tokenizer:
     makers: dict[LocalName, Callable[[], Drafter]] = {
         "early-exit": lambda: EarlyExitDrafter(target, tokenizer=tokenizer),
         "jacobi": JacobiDrafter,
-        "suffix": SuffixDrafter,
+        "suffix": lambda: SuffixDrafter(shared=config.shared),
         "ngram": NgramDrafter,
     }
     return makers[name]()

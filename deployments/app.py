@@ -16,6 +16,7 @@ from cluster.registry import RegistryName
 from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions, check_config
 from deployments.ingress import Ingress
 from deployments.replicas import DraftDeployment, TargetDeployment
+from engine.automatic import SHARED
 
 INGRESS = "ingress"  # the deployment's name
 NAMESPACE = "paceline"  # of the registries
@@ -29,7 +30,7 @@ def build(args: ServeConfig) -> Application:
     """An application of these models; raises ConfigError, before anything loads."""
     check_config(args)
     targets = {model.name: _target(model, args) for model in args.models}
-    drafts = {model.name: _draft(model, model.draft) for model in args.models if model.draft is not None}
+    drafts = {model.name: _draft(model, model.draft, args) for model in args.models if model.draft is not None}
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=args.http.replicas,
@@ -62,10 +63,14 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(options.replicas),
     )(TargetDeployment)
-    return deployment.bind(target_config(model.name, options), _placement(options.replicas), registry_name(model))
+    return deployment.bind(
+        target_config(model.name, options, shared_tokens(model, args)),
+        _placement(options.replicas),
+        registry_name(model),
+    )
 
 
-def _draft(model: ModelOptions, options: DraftOptions) -> Application:
+def _draft(model: ModelOptions, options: DraftOptions, args: ServeConfig) -> Application:
     """The draft of a model. Serve sends it nothing: its targets find it by the registry."""
     scaling = options.scaling
     rule = {
@@ -85,10 +90,11 @@ def _draft(model: ModelOptions, options: DraftOptions) -> Application:
         **_lifecycle(10.0),
         ray_actor_options=_actor(options.replicas),
     )(DraftDeployment)
-    return deployment.bind(draft_config(model, options), _placement(options.replicas), registry_name(model))
+    config = draft_config(model, options, shared_tokens(model, args))
+    return deployment.bind(config, _placement(options.replicas), registry_name(model))
 
 
-def target_config(name: str, options: TargetOptions) -> TargetConfig:
+def target_config(name: str, options: TargetOptions, shared: int = SHARED) -> TargetConfig:
     """The options that a target replica itself has."""
     return TargetConfig(
         options.checkpoint,
@@ -102,11 +108,17 @@ def target_config(name: str, options: TargetOptions) -> TargetConfig:
         options.flush_s,
         options.compile,
         name,
-        LocalConfig(options.drafter, options.heads, options.documents),
+        LocalConfig(options.drafter, options.heads, options.documents, shared),
     )
 
 
-def draft_config(model: ModelOptions, options: DraftOptions) -> DraftConfig:
+def shared_tokens(model: ModelOptions, args: ServeConfig) -> int:
+    """Tokens of earlier outputs that may be drafted from; 0 where clients must not learn of each other."""
+    shared = model.share_outputs if model.share_outputs is not None else not args.http.keys()
+    return SHARED if shared else 0
+
+
+def draft_config(model: ModelOptions, options: DraftOptions, shared: int = SHARED) -> DraftConfig:
     """The options that a draft replica itself has."""
     return DraftConfig(
         options.checkpoint,
@@ -120,6 +132,7 @@ def draft_config(model: ModelOptions, options: DraftOptions) -> DraftConfig:
         drafter=options.drafter,
         documents=options.documents,
         tokenizer=model.target.checkpoint,
+        shared=shared,
     )
 
 

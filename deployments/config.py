@@ -177,6 +177,11 @@ class ModelOptions(_Settings):
     name: Annotated[str, StringConstraints(pattern=_NAME)]
     target: TargetOptions
     draft: DraftOptions | None = Field(None, description="none: the target decodes alone")
+    share_outputs: bool | None = Field(
+        None,
+        description="draft for one client from what others were answered, which only the time it takes can tell; "
+        "none: where there are no API keys",
+    )
 
     @property
     def target_deployment(self) -> str:

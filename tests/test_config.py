@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from deployments import cli
-from deployments.app import build, registry_name
+from deployments.app import build, registry_name, shared_tokens
 from deployments.config import ConfigError, ServeConfig, check_config, chosen_config, load_config, parse_config
 from deployments.ingress import fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
@@ -140,6 +140,18 @@ def test_a_draft_replica_is_told_what_was_chosen(tmp_path: Path) -> None:
     draft, _, _ = drafts["code"]._bound_deployment.init_args
     chosen = (draft.model, draft.drafter, draft.documents, draft.tokenizer, draft.name)
     assert chosen == (None, "retrieval", tmp_path / "text", exact.TARGET, "code")
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen", "shares"),
+    [([], None, True), (["one"], None, False), (["one"], True, True), ([], False, False)],
+)
+def test_clients_with_keys_are_not_drafted_for_from_each_others_answers(
+    keys: list[str], chosen: bool | None, shares: bool
+) -> None:
+    values = changed("models", 0, "share_outputs", to=chosen)
+    config = parse_config(values | {"http": {"api_keys": keys}})
+    assert (shared_tokens(config.models[0], config) > 0) == shares
 
 
 def test_api_keys_are_read_and_never_shown(tmp_path: Path) -> None:
