@@ -128,7 +128,6 @@ class _Run:
         self._fleet = fleet
         self._clock = Clock()
         self._make_drafter = make_drafter
-        self._window: Window
         self._waiting = deque(scripts)
         self._answers: dict[str, Answer] = {}
         self._finished = 0
