@@ -109,6 +109,11 @@ def test_a_slower_link_costs_speed() -> None:
     assert tps == sorted(tps, reverse=True)
 
 
+def test_streams_that_end_together_share_what_is_left() -> None:
+    outcome = simulate(Fleet(COSTS, "plain", streams=2), requests(3, output=8))
+    assert [sum(answer.sizes) for answer in outcome.answers] == [8] * 3
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_everybody_gets_all_tokens_though_pages_run_out(mode: Mode) -> None:
     fleet = Fleet(COSTS, mode, targets=2, streams=4, limits=Limits(kv_tokens=512))

@@ -128,7 +128,6 @@ class _Run:
         self._fleet = fleet
         self._clock = Clock()
         self._make_drafter = make_drafter
-        self._window: Window
         self._waiting = deque(scripts)
         self._answers: dict[str, Answer] = {}
         self._finished = 0
@@ -182,7 +181,9 @@ class _Run:
         )
 
     def _next(self) -> None:
-        """The next request comes, and goes to the target that has the fewest."""
+        """The next request comes, if there is one, and goes to the target that has the fewest."""
+        if not self._waiting:
+            return
         script = self._waiting.popleft()
         self._answers[script.request.request_id] = Answer(self._clock.now)
         min(self._targets, key=lambda target: target.load).submit(script, self._receive)
@@ -195,7 +196,7 @@ class _Run:
             self._finished += 1
             if self._finished == self._fleet.warm:
                 self._clock.after(0.0, self._count_anew)
-            elif self._fleet.rate is None and self._waiting:
+            elif self._fleet.rate is None:
                 self._clock.after(0.0, self._next)
 
     def _count_anew(self) -> None:
@@ -206,7 +207,7 @@ class _Run:
         for draft in self._drafts:
             draft.steps = draft.messages = draft.nodes = 0
             draft.busy_ms = 0.0
-        if self._fleet.rate is None and self._waiting:
+        if self._fleet.rate is None:
             self._next()
 
 
