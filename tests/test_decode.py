@@ -88,6 +88,8 @@ def test_the_batch_is_invisible(
         ("tree-goodput", 0.0, 5),
         ("tree-goodput", 0.7, 3),
         ("tree-goodput", 1.0, 1),
+        ("auto", 0.0, 3),
+        ("auto", 1.0, 1),
         ("ngram-3", 1.0, 5),
         ("ngram-12", 0.0, 3),
         ("ngram-12", 0.7, 1),
