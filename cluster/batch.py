@@ -121,11 +121,17 @@ class Batch:
 
     def _fits(self, sequence: ElasticSequence, may_trim: bool) -> bool:
         """Whether there are pages for it, and one more for each that runs; perhaps with what others can spare."""
-        short = sequence.cost + len(self.running) - self._pool.free_tokens // self._pool.page_size
+        short = self._short(sequence)
+        if short > 0 and may_trim and self._give_way():
+            short = self._short(sequence)
         if short <= 0:
             return True
         spare = sum(max(0, running.sequence.surplus) for running in self.running.values()) if may_trim else 0
         return spare >= short and self._trim()
+
+    def _short(self, sequence: ElasticSequence) -> int:
+        """Pages that are missing to let it in."""
+        return sequence.cost + len(self.running) - self._pool.free_tokens // self._pool.page_size
 
     def _trim(self) -> bool:
         """Takes from everybody what the next step doesn't need; whether there was any. Guesses need nothing."""

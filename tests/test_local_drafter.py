@@ -12,7 +12,7 @@ import pytest
 from cluster.draft import DraftReplica
 from cluster.drafters import LocalConfig, make_local
 from cluster.link import memory_link
-from cluster.own_guesses import LocalDrafter
+from cluster.own_guesses import LocalDrafter, OwnGuesses
 from cluster.target import TargetReplica
 from deployments.config import ConfigError, check_config, parse_config
 from engine.checkpoint import ModelError
@@ -92,13 +92,23 @@ def test_growth_and_own_guesses_hang_in_one_mirror(target: ModelRunner) -> None:
     drafting.close()
 
 
-def test_guesses_give_their_pages_back_when_requests_need_them() -> None:
-    """Pages for little more than three of the requests, which early exit would share."""
-    runner = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=416)
-    requests = exact.make_requests([prompt[:20] for prompt in exact.load_prompts(4)], 0.8, 40)
+def test_guesses_give_their_pages_back_when_requests_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten pages the requests begin with four and three, early exit takes the others, and the second request grows."""
+    runner = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=320)
+    first, second = exact.load_prompts(2)
+    requests = exact.make_requests([first[:8], second[:20]], 0.0, 40)
     plain = [generation.tokens for generation in exact.run(runner, requests, batch=1)]
-    with guessing(runner, LocalDrafter(EarlyExitDrafter(runner), 3), 4) as replica:
+    gave_way: list[bool] = []
+    give_way = OwnGuesses.give_way
+
+    def noted(own: OwnGuesses) -> bool:
+        gave_way.append(give_way(own))
+        return gave_way[-1]
+
+    monkeypatch.setattr(OwnGuesses, "give_way", noted)
+    with guessing(runner, LocalDrafter(EarlyExitDrafter(runner), 3)) as replica:
         assert not list(exact.differences(exact.serve(replica, requests), plain))
+    assert any(gave_way), "there were pages for everybody"
     assert runner.pool.used_pages == 0
 
 
