@@ -17,6 +17,7 @@ from cluster.intake import Intake, Running, Sink, Submitted
 from cluster.link import Link
 from cluster.loop import Loop
 from cluster.placement import Placement
+from cluster.rest import Rest
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.budget import Patience, Window
@@ -93,6 +94,8 @@ class TargetReplica:
         self._state = TargetState(runner.vocab_size, replica, lookup)
         self._speculates = True
         self._patience = Patience()
+        self._rest = Rest()
+        self._heard = False  # growth, since the last step
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
         self._intake = Intake()
@@ -217,6 +220,7 @@ class TargetReplica:
         self._receive()  # what grew during the step, before the roots move
         for plan, outcome in zip(plans, outcomes, strict=True):
             self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
+        self._consider_rest(outcomes)
         self._send()
         if any(outcome.tokens for outcome in outcomes):
             step_s = time.monotonic() - started
@@ -294,6 +298,15 @@ class TargetReplica:
         self._stats.verified += rows - len(plans)
         if len(decoding) == len(outcomes) and self._on_step is not None:
             self._on_step(rows, 1000 * forward_s)
+
+    def _consider_rest(self, outcomes: list[Outcome]) -> None:
+        """Drafts that are never right are left alone for a while."""
+        if self._links and self._rest.stepped(self._heard, sum(outcome.accepted for outcome in outcomes)):
+            if self._rest.resting:
+                self._state.drafts_left_alone()
+            else:
+                self._state.drafts_asked_again()
+        self._heard = False
 
     def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float) -> None:
         """What a step brought and how long it took, waiting apart, says how long the next miss may wait."""
@@ -385,6 +398,7 @@ class TargetReplica:
         self._next_draft += 1
         self._links[draft] = link
         link.set_notify(self._loop.wake)
+        self._rest = Rest()
         self._state.draft_joined(draft)
         self._send()
 
@@ -396,6 +410,7 @@ class TargetReplica:
                 started = time.monotonic()
                 for message in messages:
                     self._state.received(draft, message)
+                self._heard = self._heard or any(isinstance(message, Growth) for message in messages)
                 nodes = sum(len(message.tokens) for message in messages if isinstance(message, Growth))
                 self.trace.add("growth", started, nodes)
             if not alive:

@@ -54,17 +54,15 @@ class TargetState:
         self._next_session = replica << SESSION_BITS
         self._sessions: dict[int, _Session] = {}
         self._drafts: dict[int, list[Down]] = {}  # messages not taken yet
+        self._resting = False
         self.counters = Counters()
 
     # events
 
     def draft_joined(self, draft: int) -> None:
-        """A draft can take sessions; those without one go to it."""
+        """A draft can take sessions; those without one go to it, also if others were left alone."""
         self._drafts[draft] = []
-        for session, held in self._sessions.items():
-            if held.draft is None:
-                self._attach(session, held)
-                self.counters.reattached += 1
+        self.drafts_asked_again()
 
     def draft_left(self, draft: int) -> None:
         """A draft is gone: its sessions go to another, if there is one. Mirrors stay, their nodes are as good as before."""
@@ -75,6 +73,22 @@ class TargetState:
         for session, held in orphans.items():
             self._attach(session, held)
             self.counters.reattached += held.draft is not None
+
+    def drafts_left_alone(self) -> None:
+        """What drafts say is of no use: they forget their sessions and get no others until `drafts_asked_again`."""
+        self._resting = True
+        for session, held in self._sessions.items():
+            if held.draft is not None:
+                self._drafts[held.draft].append(Close((session,)))
+                held.draft = None
+
+    def drafts_asked_again(self) -> None:
+        """They may have become better: sessions without a draft get one."""
+        self._resting = False
+        for session, held in self._sessions.items():
+            if held.draft is None:
+                self._attach(session, held)
+                self.counters.reattached += held.draft is not None
 
     def session_opened(self, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> int:
         """A sequence starts whose first `prompt` tokens, or all, are its prompt; the new session's id."""
@@ -169,8 +183,8 @@ class TargetState:
         return len(self._sessions)
 
     def _attach(self, session: int, held: _Session) -> None:
-        """Gives a session to the draft with the fewest."""
-        if self._drafts:
+        """Gives a session to the draft with the fewest, unless they are left alone."""
+        if self._drafts and not self._resting:
             loads = dict.fromkeys(self._drafts, 0)
             for other in self._sessions.values():
                 if other.draft is not None:
