@@ -26,10 +26,8 @@ def test_drafts_that_say_nothing_yet_are_waited_for() -> None:
 
 def test_a_draft_that_was_right_at_a_look_is_trusted_as_at_first() -> None:
     rest = Rest()
-    while not rest.resting:
-        rest.stepped(heard=True, accepted=0)
-    while rest.resting:
-        rest.stepped(heard=False, accepted=0)
+    assert [rest.stepped(heard=True, accepted=0) for _ in range(128)].index(True) == 127
+    assert [rest.stepped(heard=False, accepted=0) for _ in range(256)].index(True) == 255
     rest.stepped(heard=True, accepted=1)
     assert sum(not rest.resting and not rest.stepped(heard=True, accepted=0) for _ in range(200)) == 127
 
