@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from cluster.link import Link
+from cluster.rest import Rest
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.types import Commit, Down, Growth, Up
@@ -19,6 +20,8 @@ class LinkedDrafts:
         self._wake = wake
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
+        self._rest = Rest()
+        self._heard = False  # growth, since the last step
 
     def __len__(self) -> int:
         return len(self._links)
@@ -29,6 +32,7 @@ class LinkedDrafts:
         self._next_draft += 1
         self._links[draft] = link
         link.set_notify(self._wake)
+        self._rest = Rest()
         self._state.draft_joined(draft)
         self.send()
 
@@ -41,11 +45,21 @@ class LinkedDrafts:
                 started = time.monotonic()
                 for message in messages:
                     self._state.received(draft, message)
+                self._heard = self._heard or any(isinstance(message, Growth) for message in messages)
                 nodes = sum(len(message.tokens) for message in messages if isinstance(message, Growth))
                 self._trace.add("growth", started, nodes)
             if not alive:
                 del self._links[draft]
                 self._state.draft_left(draft)
+
+    def stepped(self, accepted: int) -> None:
+        """A step ended that accepted so many draft tokens. Drafts that are never right are left alone for a while."""
+        if self._links and self._rest.stepped(self._heard, accepted):
+            if self._rest.resting:
+                self._state.drafts_left_alone()
+            else:
+                self._state.drafts_asked_again()
+        self._heard = False
 
     def send(self) -> None:
         """Everything that there is to say goes out."""

@@ -204,6 +204,7 @@ class TargetReplica:
         self._drafts.receive()  # what grew during the step, before the roots move
         for plan, outcome in zip(plans, outcomes, strict=True):
             self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
+        self._drafts.stepped(sum(outcome.accepted for outcome in outcomes))
         self._drafts.send()
         if any(outcome.tokens for outcome in outcomes):
             step_s = time.monotonic() - started

@@ -58,17 +58,15 @@ class TargetState:
         self._next_session = replica << SESSION_BITS
         self._sessions: dict[int, _Session] = {}
         self._drafts: dict[int, list[Down]] = {}  # messages not taken yet
+        self._resting = False
         self.counters = Counters()
 
     # events
 
     def draft_joined(self, draft: int) -> None:
-        """A draft can take sessions; those without one go to it."""
+        """A draft can take sessions; those without one go to it, also if others were left alone."""
         self._drafts[draft] = []
-        for session, held in self._sessions.items():
-            if held.draft is None and not held.alone:
-                self._attach(session, held)
-                self.counters.reattached += 1
+        self.drafts_asked_again()
 
     def draft_left(self, draft: int) -> None:
         """A draft is gone: its sessions go to another, if there is one. Mirrors stay, their nodes are as good as before."""
@@ -79,6 +77,22 @@ class TargetState:
         for session, held in orphans.items():
             self._attach(session, held)
             self.counters.reattached += held.draft is not None
+
+    def drafts_left_alone(self) -> None:
+        """What drafts say is of no use: they forget their sessions and get no others until `drafts_asked_again`."""
+        self._resting = True
+        for session, held in self._sessions.items():
+            if held.draft is not None:
+                self._drafts[held.draft].append(Close((session,)))
+                held.draft = None
+
+    def drafts_asked_again(self) -> None:
+        """They may have become better: sessions without a draft get one."""
+        self._resting = False
+        for session, held in self._sessions.items():
+            if held.draft is None and not held.alone:
+                self._attach(session, held)
+                self.counters.reattached += held.draft is not None
 
     def session_opened(
         self, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None, alone: bool = False
@@ -179,8 +193,11 @@ class TargetState:
         return len(self._sessions)
 
     def _attach(self, session: int, held: _Session) -> None:
-        """Gives a session to the draft with the fewest; each replica begins with another, or all begin with the first."""
-        if self._drafts:
+        """Gives a session to the draft with the fewest, unless they are left alone.
+
+        Each replica begins with another draft, or all would begin with the first.
+        """
+        if self._drafts and not self._resting:
             order = list(self._drafts)
             first = self._replica % len(order)
             loads = dict.fromkeys(order[first:] + order[:first], 0)

@@ -39,7 +39,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
-from engine.runner import ModelRunner
+from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
 from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
@@ -50,7 +50,10 @@ TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS /
 HEADS = MODELS / "code-target-heads"
 TEMPERATURES = (0.0, 0.7, 1.0)
 BATCHES = (1, 4, 8)
-TIE = 1e-3  # a smaller distance between the two best scores is a tie, where other shapes of a pass may choose otherwise
+# A smaller distance between the two best scores is a tie, where other shapes of a pass may choose otherwise. Logits in
+# bfloat16 are multiples of 1/8 from 16 on, and rounded all along the way.
+TIES: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.5}
+TIE = TIES["float32"]
 
 Tokens = tuple[int, ...]
 Make = Callable[[ModelRunner], Speculation]  # from a draft, or from the target itself
@@ -317,6 +320,30 @@ def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tok
     assert draft.pool.used_pages == 0, "a drafter holds pages"
 
 
+def ties_matrix(
+    prompts: Sequence[Tokens],
+    tokens: int,
+    dtypes: Sequence[Dtype] = tuple(TIES),
+    temperatures: Sequence[float] = TEMPERATURES,
+    names: Sequence[str] = ("plain", "ngram-3", "tree-31"),
+) -> Iterator[Result]:
+    """Outside invariant mode: where its outputs leave those of invariant mode, which must be at ties; they are counted."""
+    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
+    for dtype in dtypes:
+        invariant = ModelRunner(TARGET, dtype=dtype, invariant=True, kv_tokens=2 * 1024)
+        fast = ModelRunner(TARGET, dtype=dtype, kv_tokens=8 * 1024)
+        for temperature in temperatures:
+            requests = make_requests(prompts, temperature, tokens)
+            expected = [generation.tokens for generation in run(invariant, requests, batch=1)]
+            for name in names:
+                speculation = SPECULATIONS[name](draft) if name != "plain" else None
+                found = list(differences(run(fast, requests, speculation, margins=True), expected))
+                wrong = [each for each in found if each.margin is None or each.margin >= TIES[dtype]]
+                largest = max((each.margin for each in found if each.margin is not None), default=0.0)
+                counted = f"{len(found)} of {len(requests)} outputs part at a tie, the widest of {largest:.2g}"
+                yield f"{dtype} T={temperature} {name}, {sum(map(len, expected))} tokens, {counted}", wrong
+
+
 WINDOWS: dict[str, Callable[[], Window]] = {"chain": lambda: FixedChain(5), "tree": goodput}
 LOCALS = {  # drafters in the target's own process
     "heads": LocalConfig("heads", heads=HEADS),
@@ -424,7 +451,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each")
     parser.add_argument("--count", type=int, default=100, help="how many of them through a server")
     parser.add_argument(
-        "--part", choices=["engine", "pipeline", "faults", "served", "all"], default="all", help="what to run"
+        "--part", choices=["engine", "ties", "pipeline", "faults", "served", "all"], default="all", help="what to run"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -434,6 +461,7 @@ def main() -> int:
     prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
     parts: dict[str, Callable[[], Iterator[Result]]] = {
         "engine": lambda: engine_matrix(runner, draft, prompts, tokens),
+        "ties": lambda: ties_matrix(prompts, tokens),
         "pipeline": lambda: chained(
             pipeline_matrix(runner, draft, prompts, tokens), local_matrix(runner, draft, prompts, tokens)
         ),
