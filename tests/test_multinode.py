@@ -29,7 +29,7 @@ from tests.manifests import ROOT
 from tests.nodes import GCS_PORT, Machine, Network, why_no_machines
 from tests.served import MODEL, OverHttp, Said, parted
 
-pytestmark = pytest.mark.timeout(900)  # machines start slowly where others work as well
+pytestmark = pytest.mark.timeout(1500)  # machines start slowly where others work as well
 
 STREAMS, TOKENS = 8, 256
 FIRST_TOKENS = 16  # that every stream has when a machine is lost
@@ -162,7 +162,7 @@ def streams(cluster: Cluster, case: Case) -> "Streams":
 
 def wait(condition: Callable[[], bool], what: str) -> None:
     """Asking costs a process or a request."""
-    until(condition, what, patience_s=300.0, every_s=0.2)
+    until(condition, what, patience_s=600.0, every_s=0.2)
 
 
 @dataclass
