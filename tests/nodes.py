@@ -16,12 +16,8 @@ _MACHINE = (
     *("setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
     *("sh", "-c", "ip link set lo up && echo up && exec sleep infinity"),
 )
-_AGAIN = (
-    "sh",
-    "-c",
-    'until "$@"; do sleep 1; done',
-    "again",
-)  # Ray gives a machine 30 s to start, busy ones take longer
+# Ray gives a machine 30 s to start; a busy one needs more.
+_AGAIN = ("sh", "-c", 'until "$@"; do sleep 1; done', "again")
 _RAY_FOLDER = Path("/tmp/ray")  # where Ray keeps its sessions
 _STORE_BYTES = 80 * 1024 * 1024  # of Ray's objects, which nothing here is
 GCS_PORT = 6379  # of the head, where nobody else has any
@@ -49,10 +45,12 @@ class Machine:
         return subprocess.run(self._on_it(command), check=True, capture_output=True, text=True).stdout
 
     def start(self, command: tuple[str, ...], log: Path, environment: Mapping[str, str]) -> None:
-        """Has a command run on it."""
+        """Has a command run on it, again whenever it fails."""
         with log.open("ab") as out:
             self._started.append(
-                subprocess.Popen(self._on_it(command), stdout=out, stderr=out, env={**os.environ, **environment})
+                subprocess.Popen(
+                    self._on_it((*_AGAIN, *command)), stdout=out, stderr=out, env={**os.environ, **environment}
+                )
             )
 
     def start_raylet(
@@ -67,13 +65,16 @@ class Machine:
         join = ("--address", f"{head.address}:{GCS_PORT}")
         found = ("--head", "--port", str(GCS_PORT), "--include-dashboard", "false")
         command = (
-            *_AGAIN,
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
             *(found if head is self else join),
             *("--node-ip-address", self.address, "--num-cpus", "0", "--resources", json.dumps(resources)),
             *("--object-store-memory", str(_STORE_BYTES), "--include-log-monitor", "false"),
         )
         self.start(command, own / "start.log", environment)
+
+    def joined(self, logs: Path) -> bool:
+        """Whether its raylet is one of the cluster's."""
+        return "Ray runtime started" in (logs / self.name / "start.log").read_text()
 
     def runs(self, part: str) -> bool:
         """Whether one of its processes has this in its command line."""

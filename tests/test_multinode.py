@@ -29,7 +29,7 @@ from tests.manifests import ROOT
 from tests.nodes import GCS_PORT, Machine, Network, why_no_machines
 from tests.served import MODEL, OverHttp, Said, parted
 
-pytestmark = pytest.mark.timeout(900)  # machines start slowly where others work as well
+pytestmark = pytest.mark.timeout(1500)  # machines start slowly where others work as well
 
 STREAMS, TOKENS = 8, 256
 FIRST_TOKENS = 16  # that every stream has when a machine is lost
@@ -59,12 +59,18 @@ class Cluster:
         return parse_config(settings(self.head.address))
 
     def add(self, name: str, kind: str) -> None:
-        """Another machine, with room for one replica of a kind; the first one is the head."""
-        self.machines[name] = self.network.add(name)
-        self.machines[name].start_raylet(self.head, {kind: 1}, self.environment, self.logs)
+        """Another machine, with room for one replica of a kind; the first one is the head, which deploys the application.
 
-    def serve(self) -> None:
-        """Deploys the application, as a user would on the head."""
+        One after the other: Ray gives each of them 30 s to start, which many at a time don't keep on few cores.
+        """
+        machine = self.machines[name] = self.network.add(name)
+        machine.start_raylet(self.head, {kind: 1}, self.environment, self.logs)
+        wait(lambda: machine.joined(self.logs), f"the raylet of {name} runs")
+        if machine is self.head:
+            self._serve()
+
+    def _serve(self) -> None:
+        """As a user would."""
         file = self.logs / "serve.yaml"
         file.write_text(yaml.safe_dump(settings("0.0.0.0")))
         command = (sys.executable, "-m", "deployments.cli", "serve", "--config", str(file))
@@ -112,14 +118,13 @@ def _starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     logs = tmp_path_factory.mktemp("machines")
     ours = {**SERVE_TRANSPORT, **MACHINE_LOSS, **HEAD_LOSS_CHECKS}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    slow = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # machines are, that share cores
+    # Machines that share cores are slow; others do not go before their models.
+    slow = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_worker_niceness": "0"}
     environment = {**ours, **token, **slow, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with Network() as network:
         cluster = Cluster(network, environment, logs)
         for name, kind in KINDS.items():
             cluster.add(name, kind)
-            wait(lambda: GCS_PORT in cluster.head.ports_at(cluster.head.address), "the head runs")
-        cluster.serve()
         yield cluster
 
 
@@ -157,7 +162,7 @@ def streams(cluster: Cluster, case: Case) -> "Streams":
 
 def wait(condition: Callable[[], bool], what: str) -> None:
     """Asking costs a process or a request."""
-    until(condition, what, patience_s=300.0, every_s=0.2)
+    until(condition, what, patience_s=600.0, every_s=0.2)
 
 
 @dataclass
