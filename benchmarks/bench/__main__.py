@@ -159,6 +159,8 @@ class Run:
         """vLLM's draft tokens a step: tried once for each target, on one core."""
         if pair.params not in self.best:
             setup = Setup(pair, Place("same-target-core", self.cores), self.env, self.notes, self.logs)
+            if len(self.work.chains) > 1:
+                console.print(f"choosing vLLM's draft tokens a step for {pair.target.name}: some minutes")
             self.best[pair.params] = one_stream.probe_vllm(setup, self.work)
         return self.best[pair.params]
 
@@ -245,6 +247,7 @@ def main(
     parts = (len(chosen) * len(kinds) + len(many)) * len(degrees)
     os.environ["RAY_ADDRESS"] = "local"  # an instance of our own, here and in the server that is started
     logging.getLogger("ray").setLevel(logging.ERROR)
+    console.print(f"{'at most ten minutes' if quick else 'all of it takes about three hours'} on two quiet cores")
     with Progress(*COLUMNS, console=console) as progress:
         run = Run(env, cores, work, Budget(budget or None, parts), results, notes, logs, progress)
         for size in chosen:
