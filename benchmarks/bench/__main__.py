@@ -237,7 +237,9 @@ def main(
         served=served,
         names=tuple(each for each in names.split(",") if each),
         ends=frozenset({int(tokenizer.eos_token_id)}),
-        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+        decode=lambda ids: str(
+            tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ),
     )
     limit = Limit(ttft_limit, itl_limit)
     shares = tuple(float(each) for each in rates.split(",") if each)
