@@ -159,6 +159,8 @@ class Run:
         """vLLM's draft tokens a step: tried once for each target, on one core."""
         if pair.params not in self.best:
             setup = Setup(pair, Place("same-target-core", self.cores), self.env, self.notes, self.logs)
+            if len(self.work.chains) > 1:
+                console.print(f"choosing vLLM's draft tokens a step for {pair.target.name}: some minutes")
             self.best[pair.params] = one_stream.probe_vllm(setup, self.work)
         return self.best[pair.params]
 
@@ -235,7 +237,9 @@ def main(
         served=served,
         names=tuple(each for each in names.split(",") if each),
         ends=frozenset({int(tokenizer.eos_token_id)}),
-        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+        decode=lambda ids: str(
+            tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ),
     )
     limit = Limit(ttft_limit, itl_limit)
     shares = tuple(float(each) for each in rates.split(",") if each)
@@ -245,6 +249,7 @@ def main(
     parts = (len(chosen) * len(kinds) + len(many)) * len(degrees)
     os.environ["RAY_ADDRESS"] = "local"  # an instance of our own, here and in the server that is started
     logging.getLogger("ray").setLevel(logging.ERROR)
+    console.print(f"{'at most ten minutes' if quick else 'all of it takes about three hours'} on two quiet cores")
     with Progress(*COLUMNS, console=console) as progress:
         run = Run(env, cores, work, Budget(budget or None, parts), results, notes, logs, progress)
         for size in chosen:

@@ -85,8 +85,11 @@ def probe_vllm(setup: Setup, work: Work) -> Best:
                 workers = peers.bring([(name, k)])
                 if not workers:
                     break  # with another K it wouldn't start either
-                for temperature in work.temperatures:
-                    rates[k, temperature] = probe_rate(workers[name, k].run, work.probes(temperature), work.ends)
+                try:
+                    for temperature in work.temperatures:
+                        rates[k, temperature] = probe_rate(workers[name, k].run, work.probes(temperature), work.ends)
+                except WorkerError as error:
+                    setup.notes.add(f"left out: {error}")
         for temperature in work.temperatures:
             tried = {k: rate for (k, t), rate in rates.items() if t == temperature}
             if tried:
