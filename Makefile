@@ -31,11 +31,11 @@ check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generate
 exact: $(VENV)/.installed-dev ## the larger exactness matrix: drafters x windows x batches x temperatures
 	$(BIN)/python -m tests.exact
 
-k8s-check: $(VENV)/.installed-dev promtool kinds ## validate the Kubernetes manifests, alerts and Dockerfile
-	$(BIN)/python -m pytest -q tests/test_k8s.py tests/test_monitoring.py
+k8s-check: $(VENV)/.installed-dev promtool kinds ## validate the Kubernetes manifests, alerts and Dockerfile; run the demo on pretended nodes
+	$(BIN)/python -m pytest -q tests/test_k8s.py tests/test_monitoring.py tests/test_k8s_serve.py
 
 # Where there is no apt, or no network, the tests that need it are skipped and say so.
-promtool: ## get Prometheus's promtool from Debian's package, for k8s-check, without installing it
+promtool: ## get Prometheus and its promtool from Debian's package, for k8s-check, without installing it
 	-test -x build/promtool/usr/bin/promtool || (mkdir -p build/promtool && cd build/promtool && \
 		apt-get download prometheus && dpkg -x prometheus_*.deb .)
 

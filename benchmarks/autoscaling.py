@@ -25,7 +25,7 @@ from benchmarks.server import ROOT, get, serving
 
 AT_REST = {"target": 1, "draft": 1, "ingress": 1}  # nodes
 UNDER_LOAD = {"target": 3, "draft": 2, "ingress": 1}
-FEW, MANY = 1, 14  # clients
+FEW, MANY = 1, 10  # clients
 COLOURS = {"target": "#d9822b", "draft": "#2f7f93", "ingress": "#888888"}
 _IDLE_S = 10.0  # a node without work goes
 _AROUND_S = 15.0  # before, between and after
@@ -89,7 +89,7 @@ def groups() -> dict[str, Any]:
 def settings() -> dict[str, Any]:
     """The bundled pair: each replica takes its group's resource, and scaling is fast enough to watch."""
     delays = {"up_s": 2.0, "down_s": 10.0, "interval_s": 1.0, "look_back_s": 5.0}
-    scaling = {"min_replicas": 1, "max_replicas": UNDER_LOAD["target"], "target_ongoing": 4.0, "delays": delays}
+    scaling = {"min_replicas": 1, "max_replicas": UNDER_LOAD["target"], "target_ongoing": 3.0, "delays": delays}
     target = {"checkpoint": str(ROOT / "models" / "code-target"), "scaling": scaling}
     draft = {"checkpoint": str(ROOT / "models" / "code-draft"), "host": "127.0.0.1", "scaling": {"delays": delays}}
     model = {

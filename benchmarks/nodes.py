@@ -81,6 +81,8 @@ def pretended_nodes(ray_cluster: dict[str, Any], idle_s: float, log: Path) -> It
         metrics=f"http://127.0.0.1:{free_port()}/metrics",
         head_metrics=f"http://127.0.0.1:{free_port()}/metrics",
     )
+    head_pod = ray_cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    of_pods = {each["name"]: each["value"] for each in head_pod["env"] if each["name"].startswith("RAY_")}
     config = autoscaling(ray_cluster, idle_s)
     # "external" rather than by its short name: that one has defaults in a file that is not there.
     provider = {"type": "external", "module": _PROVIDER, "launch_multiple": True, "head_node_id": FAKE_HEAD_NODE_ID}
@@ -88,7 +90,11 @@ def pretended_nodes(ray_cluster: dict[str, Any], idle_s: float, log: Path) -> It
     (folder / "autoscaler.json").write_text(json.dumps(config))
     with log.open("wb") as output:
         head = subprocess.Popen(
-            _command(nodes, folder), env=_environment(nodes), stdout=output, stderr=output, start_new_session=True
+            _command(nodes, folder),
+            env=of_pods | _environment(nodes),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + _START_S

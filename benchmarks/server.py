@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-_START_S, _STOP_S = 180.0, 120.0  # how long it may take
+_START_S, _STOP_S = 480.0, 120.0  # how long it may take
 
 
 def free_port() -> int:

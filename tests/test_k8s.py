@@ -155,6 +155,17 @@ def test_an_unknown_field_of_kubernetes_is_found() -> None:
     assert any("maxUnavailble" in line for line in complaints(documents))
 
 
+def test_what_the_page_names_is_there() -> None:
+    page = (manifests.ROOT / "docs" / "KUBERNETES.md").read_text()
+    named = set(re.findall(r"\b(?:k8s|tests|benchmarks|docs)/[\w./-]*\w", page))
+    assert len(named) > 8
+    assert not [name for name in named if not (manifests.ROOT / name).exists()]
+    targets = set(re.findall(r"`make ([a-z0-9-]+)", page))
+    assert targets <= set(re.findall(r"^([a-z0-9-]+):", (manifests.ROOT / "Makefile").read_text(), re.MULTILINE))
+    alerts = set(re.findall(r"\bPaceline[A-Z]\w+", page))
+    assert alerts <= set(re.findall(r"alert: (\w+)", (K8S / "components" / "monitoring" / "rules.yaml").read_text()))
+
+
 def test_the_dockerfile_passes_its_linter() -> None:
     done = subprocess.run([HADOLINT, K8S / "Dockerfile"], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout

@@ -5,6 +5,9 @@ The nodes are pretended: all of them are this machine. Everything else is real: 
 
 import json
 import math
+import re
+import shutil
+import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ from tests.cluster_fixtures import PATIENCE_S, until
 from tests.manifests import K8S, ROOT
 from tests.prometheus import Prometheus, alert_operands, needs_prometheus, panel_queries, scraping
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for the nodes as well
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the nodes as well
 AT_REST = {"target": 1, "draft": 1, "ingress": 1}
 KEY = "demo"
 _IDLE_S = 1.0
@@ -102,6 +105,15 @@ def test_the_demo_answers_and_each_replica_takes_its_groups_resource(url: str, n
     until(lambda: nodes.count() == AT_REST, "a node of each group")
     used = nodes.used()
     assert {name: used[name] for name in AT_REST} == {"target": 1, "draft": 1, "ingress": 1}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+def test_the_request_of_the_page_is_answered(url: str) -> None:
+    page = (ROOT / "docs" / "KUBERNETES.md").read_text()
+    (command,) = re.findall(r"^curl .*\n  -d .*$", page, re.MULTILINE)
+    command = command.replace("localhost:8000", urlsplit(url).netloc)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    assert done.stdout.rstrip().endswith("data: [DONE]"), done.stdout
 
 
 def test_under_load_the_targets_group_grows_and_when_idle_it_shrinks(url: str, nodes: Nodes) -> None:
