@@ -42,9 +42,10 @@ class Nodes:
     head_metrics: str  # URL of those of the head's own node, as Ray exports them
 
     def count(self) -> dict[str, int]:
-        """Nodes that run, by group."""
+        """Nodes that run, by group; none before the head does."""
         shown = re.findall(r'^autoscaler_active_nodes\{NodeType="([^"]+)".*} (\S+)$', get(self.metrics) or "", re.M)
-        return {group: int(float(number)) for group, number in shown if group != FAKE_HEAD_NODE_TYPE}
+        numbers = {group: int(float(number)) for group, number in shown}
+        return numbers if numbers.pop(FAKE_HEAD_NODE_TYPE, 0) else {}
 
     def used(self) -> dict[str, float]:
         """What replicas have of each resource, as `ray status` says."""

@@ -58,7 +58,7 @@ def test_kinds_of_gateway_api_and_prometheus_operator_are_valid_by_their_own_typ
 @needs_kinds
 def test_a_wrong_value_in_another_projects_kind_is_found() -> None:
     documents = rendered("gpu-small")
-    by_kind = {each["kind"]: each.get("spec") for each in documents}
+    by_kind: dict[str, Any] = {each["kind"]: each.get("spec") for each in documents}
     by_kind["Gateway"]["listeners"][0]["port"] = "https"
     by_kind["HTTPRoute"]["rules"][0]["timeouts"] = {"request": 5}
     del by_kind["PrometheusRule"]["groups"][0]["rules"][0]["expr"]
