@@ -9,7 +9,7 @@ PROTO_DIR := proto/paceline/v1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check exact k8s-check promtool vllm transformers bench bench-vllm-client format proto
+.PHONY: help demo serve test check exact k8s-check promtool kinds vllm transformers bench bench-vllm-client format proto
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,13 +34,17 @@ check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generate
 exact: $(VENV)/.installed-dev ## the larger exactness matrix: drafters x windows x batches x temperatures
 	$(BIN)/python -m tests.exact
 
-k8s-check: $(VENV)/.installed-dev promtool ## validate the Kubernetes manifests, alerts and Dockerfile
-	$(BIN)/python -m pytest -q tests/test_k8s.py tests/test_monitoring.py
+k8s-check: $(VENV)/.installed-dev promtool kinds ## validate the Kubernetes manifests, alerts and Dockerfile; run the demo on pretended nodes
+	$(BIN)/python -m pytest -q tests/test_k8s.py tests/test_monitoring.py tests/test_k8s_serve.py
 
 # Where there is no apt, or no network, the tests that need it are skipped and say so.
-promtool: ## get Prometheus's promtool from Debian's package, for k8s-check, without installing it
+promtool: ## get Prometheus and its promtool from Debian's package, for k8s-check, without installing it
 	-test -x build/promtool/usr/bin/promtool || (mkdir -p build/promtool && cd build/promtool && \
 		apt-get download prometheus && dpkg -x prometheus_*.deb .)
+
+kinds: ## get validators for kinds of Gateway API and Prometheus's operator, from npm, for k8s-check
+	-test -d build/kinds || npm install --prefix build/kinds --silent --no-fund --no-audit \
+		@kubernetes-models/gateway-api@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 
 vllm: $(VLLM)/.installed ## set up vLLM on CPUs, in an environment of its own
 

@@ -7,7 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-_START_S, _STOP_S = 180.0, 120.0  # how long it may take
+_START_S, _STOP_S = 480.0, 120.0  # how long it may take
 
 
 def free_port() -> int:
@@ -43,18 +43,26 @@ def is_ready(url: str) -> bool:
 
 @contextmanager
 def serving(
-    values: dict[str, Any], out: Path, started: Callable[[str], bool] = is_ready, start_s: float = _START_S
+    values: dict[str, Any],
+    out: Path,
+    started: Callable[[str], bool] = is_ready,
+    address: str | None = None,
+    start_s: float = _START_S,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """`paceline serve` with these settings, on free ports; the URL of its API. It is interrupted at the end.
 
     out: folder of its configuration and its log. started: when to begin, given the URL, after `start_s` at most.
+    address: of a Ray cluster to join. environment: instead of this process's.
     """
     http = free_port()
     path, log = (out / "serve.yaml").absolute(), out / "serve.log"
-    path.write_text(yaml.safe_dump({**values, "http": {"port": http}, "grpc": {"port": free_port()}}))
+    ports = {"http": {**values.get("http", {}), "port": http}, "grpc": {"port": free_port()}}
+    path.write_text(yaml.safe_dump({**values, **ports}))
     command = [sys.executable, "-c", "from deployments.cli import app; app()", "serve", "--config", str(path)]
+    command += ["--address", address] if address is not None else []
     with log.open("wb") as output:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{http}"
             deadline = time.monotonic() + start_s

@@ -1,5 +1,6 @@
 """What is wrong with rendered manifests: schemas, the Serve configuration in them, and whether one agrees with the other."""
 
+import json
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from deployments.serve import serve_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 K8S = ROOT / "k8s"
+KINDS = ROOT / "build" / "kinds"  # validators of other projects' kinds: 'make kinds'
 CRDS = ROOT.parent / "shared" / "crds"  # KubeRay's, where somebody put them
 OVERLAYS = tuple(sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml")))
 ROLES = ("target", "draft", "ingress")
@@ -63,7 +65,7 @@ def complaints(manifests: list[Manifest]) -> list[str]:
 
 
 def schema_complaints(manifest: Manifest) -> Iterator[str]:
-    """By Kubernetes's schemas, or KubeRay's where they are; other kinds are not known here."""
+    """By Kubernetes's schemas, or KubeRay's where they are; for other kinds see other_complaints."""
     kind, group = manifest["kind"], manifest["apiVersion"].rpartition("/")[0]
     where = f"{kind} {manifest['metadata']['name']}"
     if group == "ray.io":
@@ -75,6 +77,17 @@ def schema_complaints(manifest: Manifest) -> Iterator[str]:
             kubernetes_validate.validate(manifest, "1.32", strict=True)
         except kubernetes_validate.ValidationError as error:
             yield f"{where}: {error.message}"
+
+
+def other_complaints(manifests: list[Manifest]) -> list[str]:
+    """What Gateway API and Prometheus's operator say of their kinds: types and what is required, not unknown fields."""
+    groups = ("gateway.networking.k8s.io/", "monitoring.coreos.com/")
+    theirs = json.dumps([each for each in manifests if each["apiVersion"].startswith(groups)])
+    command = ["node", str(ROOT / "tests" / "kinds.mjs"), str(KINDS)]
+    done = subprocess.run(command, input=theirs, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
 
 
 @cache

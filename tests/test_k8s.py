@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,10 @@ from tests.manifests import CRDS, K8S, OVERLAYS, Manifest, complaints, rendered
 
 HADOLINT = Path(sys.executable).parent / "hadolint"
 needs_kustomize = pytest.mark.skipif(manifests.kustomize() is None, reason="neither kustomize nor kubectl is here")
+needs_kinds = pytest.mark.skipif(
+    shutil.which("node") is None or not manifests.KINDS.is_dir(),
+    reason="node or its packages are not here: 'make kinds'",
+)
 needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason=f"KubeRay's CRDs are not in {CRDS.parent.name}/{CRDS.name}")
 
 
@@ -40,6 +45,37 @@ def test_serve_takes_the_configuration_of_each_overlay(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_what_an_overlay_applies_is_valid_and_fits_together(overlay: str) -> None:
     assert complaints(rendered(overlay)) == []
+
+
+@needs_kustomize
+@needs_kinds
+@pytest.mark.parametrize("overlay", ["gpu-small", "gpu-multi"])
+def test_kinds_of_gateway_api_and_prometheus_operator_are_valid_by_their_own_types(overlay: str) -> None:
+    assert manifests.other_complaints(rendered(overlay)) == []
+
+
+@needs_kustomize
+@needs_kinds
+def test_a_wrong_value_in_another_projects_kind_is_found() -> None:
+    documents = rendered("gpu-small")
+    by_kind: dict[str, Any] = {each["kind"]: each.get("spec") for each in documents}
+    by_kind["Gateway"]["listeners"][0]["port"] = "https"
+    by_kind["HTTPRoute"]["rules"][0]["timeouts"] = {"request": 5}
+    del by_kind["PrometheusRule"]["groups"][0]["rules"][0]["expr"]
+    by_kind["ScrapeConfig"]["scrapeInterval"] = 10
+    found = manifests.other_complaints(documents)
+    assert len(found) == 4, found
+    assert any("listeners/0/port must be integer" in line for line in found), found
+
+
+def test_the_pods_ray_exporter_is_the_port_that_prometheus_asks() -> None:
+    _, monitor = yaml.safe_load_all((K8S / "components" / "monitoring" / "scrape.yaml").read_text())
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    chosen = monitor["spec"]["selector"]["matchLabels"].items()
+    for name, pod in manifests.pods([yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())]):
+        ports = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+        assert ports.get(endpoint["port"]) == 8080, name  # where KubeRay has Ray export
+        assert chosen <= pod["metadata"]["labels"].items(), name
 
 
 @needs_crds
@@ -121,6 +157,17 @@ def test_an_unknown_field_of_kubernetes_is_found() -> None:
     documents = rendered("cpu-demo")
     next(each for each in documents if each["kind"] == "PodDisruptionBudget")["spec"]["maxUnavailble"] = 1
     assert any("maxUnavailble" in line for line in complaints(documents))
+
+
+def test_what_the_page_names_is_there() -> None:
+    page = (manifests.ROOT / "docs" / "KUBERNETES.md").read_text()
+    named = set(re.findall(r"\b(?:k8s|tests|benchmarks|docs)/[\w./-]*\w", page))
+    assert len(named) > 8
+    assert not [name for name in named if not (manifests.ROOT / name).exists()]
+    targets = set(re.findall(r"`make ([a-z0-9-]+)", page))
+    assert targets <= set(re.findall(r"^([a-z0-9-]+):", (manifests.ROOT / "Makefile").read_text(), re.MULTILINE))
+    alerts = set(re.findall(r"\bPaceline[A-Z]\w+", page))
+    assert alerts <= set(re.findall(r"alert: (\w+)", (K8S / "components" / "monitoring" / "rules.yaml").read_text()))
 
 
 def test_the_dockerfile_passes_its_linter() -> None:

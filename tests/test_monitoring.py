@@ -1,33 +1,16 @@
 """Alerts and the dashboard: Prometheus takes the queries, each alert fires, and all figures in them are ones we report."""
 
-import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
 import yaml
 
 from cluster.measures import MEASURES
-from tests.manifests import K8S, ROOT
+from tests.prometheus import FOLDER, PROMTOOL, needs_promtool, panel_queries, rule_groups
 
-FOLDER = K8S / "components" / "monitoring"
-PROMTOOL = shutil.which("promtool") or shutil.which(ROOT / "build" / "promtool" / "usr" / "bin" / "promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: 'make promtool' gets it")
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
-
-
-def rule_groups() -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = yaml.safe_load((FOLDER / "rules.yaml").read_text())["spec"]["groups"]
-    return groups
-
-
-def panel_queries() -> Iterator[str]:
-    for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"]:
-        yield from (target["expr"].replace("$model", ".*") for target in panel["targets"])
 
 
 def promtool(*arguments: str, folder: Path) -> None:

@@ -29,7 +29,7 @@ from tests.manifests import ROOT
 from tests.nodes import GCS_PORT, Machine, Network, why_no_machines
 from tests.served import MODEL, OverHttp, Said, parted
 
-pytestmark = pytest.mark.timeout(1500)  # machines start slowly where others work as well
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1500)]  # machines start slowly where others work as well
 
 STREAMS, TOKENS = 8, 256
 FIRST_TOKENS = 16  # that every stream has when a machine is lost
