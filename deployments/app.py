@@ -60,7 +60,8 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(options.replicas),
     )(TargetDeployment)
-    return deployment.bind(target_config(model.name, options), _placement(options.replicas), registry_name(model))
+    config = target_config(model.name, options, drafted=model.draft is not None)
+    return deployment.bind(config, _placement(options.replicas), registry_name(model))
 
 
 def _draft(model: ModelOptions, options: DraftOptions) -> Application:
@@ -86,8 +87,8 @@ def _draft(model: ModelOptions, options: DraftOptions) -> Application:
     return deployment.bind(draft_config(model, options), _placement(options.replicas), registry_name(model))
 
 
-def target_config(name: str, options: TargetOptions) -> TargetConfig:
-    """The options that a target replica itself has."""
+def target_config(name: str, options: TargetOptions, drafted: bool) -> TargetConfig:
+    """The options that a target replica itself has. drafted: by our drafts."""
     return TargetConfig(
         options.checkpoint,
         options.dtype,
@@ -100,6 +101,7 @@ def target_config(name: str, options: TargetOptions) -> TargetConfig:
         options.flush_s,
         options.compile,
         name,
+        options.vllm(drafted),
     )
 
 
