@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import vllm_drafts
+from benchmarks.server import free_port
 from tests import exact
 from tests.vllm_exact import DRAFT_TOKENS, interrupted, plain_texts
 
@@ -19,7 +20,7 @@ pytestmark = [
 def test_vllm_writes_the_same_with_our_drafts_while_their_service_is_killed_and_restarted(tmp_path: Path) -> None:
     prompts = exact.load_prompts(PROMPTS)
     expected = plain_texts(prompts, TOKENS, [STREAMS], tmp_path)[STREAMS]
-    address = f"127.0.0.1:{vllm_drafts.free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     config = vllm_drafts.contenders(DRAFT_TOKENS)["paceline"]
     with vllm_drafts.engine("paceline", config, address, STREAMS, tmp_path) as served:
         served.wait_ready()

@@ -14,6 +14,7 @@ from urllib.error import URLError
 import pytest
 
 from benchmarks import vllm_drafts
+from benchmarks.server import ROOT, free_port
 from tests import exact
 from tests.cluster_fixtures import until
 from tests.vllm_exact import accepted_by_metrics
@@ -87,7 +88,7 @@ def texts(url: str, prompts: Sequence[exact.Tokens]) -> list[str]:
 @pytest.mark.timeout(1800)
 def test_they_lead_from_a_running_vllm_to_one_with_remote_drafts(tmp_path: Path) -> None:
     prompts = exact.load_prompts(PROMPTS)
-    draft, port = f"127.0.0.1:{vllm_drafts.free_port()}", vllm_drafts.free_port()
+    draft, port = f"127.0.0.1:{free_port()}", free_port()
     url, options = f"http://127.0.0.1:{port}", OPTIONS.format(port)
     log = tmp_path / "stock.log"
     with ExitStack() as stack:
@@ -97,7 +98,7 @@ def test_they_lead_from_a_running_vllm_to_one_with_remote_drafts(tmp_path: Path)
         known = {
             "DRAFT": str(exact.DRAFT),
             "TARGET": str(exact.TARGET),
-            "CHECKOUT": str(vllm_drafts.ROOT),
+            "CHECKOUT": str(ROOT),
             "OPTIONS": options,
             "VLLM_PID": str(stock.pid),
             "0.0.0.0:9100": draft,

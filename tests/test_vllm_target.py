@@ -173,7 +173,7 @@ def test_what_vllm_samples_is_what_was_asked_for(
     pair: Pair, requests: list[GenerationRequest], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     plain = tokens(run(pair.target, [named(requests[0], "free")])[0])
-    asked = {
+    asked: dict[str, dict[str, object]] = {
         "banned": {"bad_words": ((plain[0],), (plain[4], plain[5]))},
         "long": {"ignore_eos": False, "stop_token_ids": (plain[3],), "min_tokens": 6},
         "short": {"ignore_eos": False, "stop_token_ids": (plain[3],)},

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import vllm_drafts
+from benchmarks.server import free_port
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
 from engine.decode import Generation
@@ -151,7 +152,7 @@ def main() -> int:
             exact.make_requests(prompts, 0.0, chosen.tokens),
             batch=8,
         )
-        address = f"127.0.0.1:{vllm_drafts.free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         config = vllm_drafts.contenders(DRAFT_TOKENS)["paceline"]
         engine = stack.enter_context(vllm_drafts.engine("paceline", config, address, max(AT_A_TIME), out))
         engine.wait_ready()
