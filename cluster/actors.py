@@ -56,7 +56,7 @@ class TargetConfig:
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
-    vllm: VllmOptions | None = None  # the engine; None: our own, which alone uses the six above but max_batch, flush_s
+    vllm: VllmOptions | None = None  # it runs the model, with its dtype, max_batch and flush_s; None: our own engine
 
 
 def make_window(name: WindowName, size: int, cost: CostModel) -> Window:

@@ -21,6 +21,7 @@ from cluster.registry import DraftEntry
 from cluster.target import TARGET_FAILED, TargetStats
 from cluster.target_state import Counters
 from cluster.trace import Trace
+from cluster.vllm_counts import VllmCounts
 from cluster.vllm_options import VllmOptions, check_options, engine_arguments
 from cluster.vllm_params import check_request, chunk_logprobs, sampling_params
 from engine.budget import Window
@@ -33,48 +34,6 @@ _RPC_TIMEOUT_S = 5.0
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
-class _Counted:
-    """What vLLM says about its steps, as our statistics; it calls `record` after each. A stat logger by its methods."""
-
-    def __init__(self) -> None:
-        self.stats = TargetStats()
-        self.accepted_at: list[int] = []
-        self.kv_share = 0.0  # of all blocks, that requests hold
-        self.heard = time.monotonic()
-
-    def record(self, scheduler: Any, iteration: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-        """scheduler: vLLM's SchedulerStats. iteration: its IterationStats, if anybody got something."""
-        self.heard = time.monotonic()
-        stats = self.stats
-        if scheduler is not None:
-            stats.running, stats.waiting = scheduler.num_running_reqs, scheduler.num_waiting_reqs
-            stats.shared += scheduler.prefix_cache_stats.hits + scheduler.prefix_cache_stats.preempted_hits
-            self.kv_share = scheduler.kv_cache_usage
-            if scheduler.spec_decoding_stats is not None:
-                self._count_drafts(scheduler.spec_decoding_stats)
-        if iteration is not None:
-            stats.preempted += iteration.num_preempted_reqs
-            stats.tokens += iteration.num_generation_tokens
-            stats.steps += iteration.num_generation_tokens > 0
-            stats.sequence_steps += len(iteration.inter_token_latencies_iter) + len(iteration.time_to_first_tokens_iter)
-
-    def _count_drafts(self, drafts: Any) -> None:
-        """Of one step. A step with a draft is one that began with a hit, as near as vLLM tells."""
-        self.stats.drafted += drafts.num_drafts
-        self.stats.hits += drafts.num_drafts
-        self.stats.verified += drafts.num_draft_tokens
-        self.stats.accepted += drafts.num_accepted_tokens
-        accepted = drafts.num_accepted_tokens_per_pos
-        known = self.accepted_at or [0] * len(accepted)
-        self.accepted_at = [before + now for before, now in zip(known, accepted, strict=True)]
-
-    def log(self) -> None:
-        """For vLLM."""
-
-    def log_engine_initialized(self) -> None:
-        """For vLLM."""
-
-
 class VllmTarget:
     """Implements cluster.engines.Target and Links over vLLM. A thread of its own runs the event loop that vLLM needs."""
 
@@ -85,7 +44,7 @@ class VllmTarget:
         check_options(options)
         self._max_batch, self._flush_s, self._drafted = max_batch, flush_s, options.drafted
         self.trace = Trace()  # stays empty
-        self._counted = _Counted()
+        self._counted = VllmCounts()
         self._proposer: dict[str, int] = {}  # what it last said: see RemoteProposer.follow
         self._requests = 0
         self._tasks: dict[str, asyncio.Task[None] | None] = {}  # by request id; None: not begun
@@ -121,7 +80,7 @@ class VllmTarget:
             self._tasks[request.request_id] = None
             self._idle.clear()
             self._requests += 1
-        self._loop.call_soon_threadsafe(self._begin, request, sink)
+            self._loop.call_soon_threadsafe(self._begin, request, sink)  # before `close` can ask for the end
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what vLLM can't run, or not with speculation, or not go on with."""
@@ -143,7 +102,9 @@ class VllmTarget:
         said = dict(self._proposer)
         drafts = said.pop("drafts", 0)
         link = {**asdict(Counters()), **said}
-        return replace(self._counted.stats, drafts=drafts, requests=self._requests, link=link)
+        counted, held = self._counted.stats, len(self._tasks)  # a cancelled request's end is no step of vLLM's
+        running, waiting = min(held, counted.running), min(held, counted.waiting)
+        return replace(counted, running=running, waiting=waiting, drafts=drafts, requests=self._requests, link=link)
 
     def accepted_at(self) -> list[int]:
         """See TargetReplica.accepted_at."""
@@ -153,7 +114,7 @@ class VllmTarget:
     def pages(self) -> tuple[int, int]:
         """See TargetReplica.pages: vLLM's blocks."""
         blocks = int(self._config.cache_config.num_gpu_blocks or 0)
-        return round(self._counted.kv_share * blocks), blocks
+        return round(self._counted.kv_share * blocks) if self._tasks else 0, blocks
 
     @property
     def alive(self) -> bool:
@@ -212,7 +173,7 @@ class VllmTarget:
 
     def _cancel(self, request_id: str) -> None:
         if task := self._tasks.get(request_id):
-            task.cancel()
+            self._loop.call_soon(task.cancel)  # behind its first step: a task that never ran would say nothing
 
     async def _end_all(self) -> None:
         tasks = [task for task in self._tasks.values() if task is not None]
@@ -242,14 +203,16 @@ class VllmTarget:
             reason = reason or "error"
         except asyncio.CancelledError:
             reason = "cancelled"
-        except Exception:  # whatever it is, the client must be told, and could go on elsewhere
+        except Exception:  # whatever it is, the client must be told; when vLLM has ended, others could go on with it
             logger.exception("a request failed in vLLM")
-            reason, error = "error", TARGET_FAILED
+            reason = "error"
+        if reason == "error":
+            error = TARGET_FAILED if self._engine.errored else "vLLM gave the request up"
         with self._lock:
             del self._tasks[request.request_id]
             if not self._tasks:
                 self._idle.set()
-        sink(out.flush(reason, error or ("vLLM gave the request up" if reason == "error" else None)))
+        sink(out.flush(reason, error))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -290,7 +253,7 @@ class _Output:
         return chunk
 
 
-async def _start(arguments: dict[str, Any], counted: _Counted, placement: Placement) -> Any:
+async def _start(arguments: dict[str, Any], counted: VllmCounts, placement: Placement) -> Any:
     """vLLM's engine, loaded. On the loop that it will run on; blocks that."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has threads
     # As many threads as OMP_NUM_THREADS says, unless they are pinned. A list of cores is that of the only rank.

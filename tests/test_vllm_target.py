@@ -167,6 +167,11 @@ def test_a_cancelled_request_ends_and_its_id_is_free_again(pair: Pair, requests:
     assert got[-1].finish_reason == "cancelled"
     assert len(tokens(got)) < 300
     assert run(pair.target, [named(request, "cancelled", max_tokens=2)])[0][-1].finish_reason == "length"
+    ended.clear()
+    pair.target.submit(named(request, "at once"), sink)
+    pair.target.cancel("at once")  # before it has begun
+    assert ended.wait(PATIENCE_S)
+    assert (got[-1].request_id, got[-1].finish_reason) == ("at once", "cancelled")
 
 
 def test_what_vllm_samples_is_what_was_asked_for(
