@@ -163,7 +163,8 @@ def main() -> int:
                 failed += sum(distance > exact.TIE for _, distance in differ)
                 console.print(
                     f"{number} at a time, {written.accepted} tokens accepted: {len(prompts) - len(differ)} of "
-                    f"{len(prompts)} texts equal those of {name}; {differ or 'none'} differ"
+                    f"{len(prompts)} texts equal those of {name}; {differ or 'none'} differ",
+                    soft_wrap=True,
                 )
         console.print(left_behind(engine, address, prompts, chosen.requests))
     return failed
