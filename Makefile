@@ -9,7 +9,7 @@ PROTO_DIR := proto/paceline/v1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check exact k8s-check promtool kinds vllm transformers bench bench-vllm-client format proto
+.PHONY: help demo serve test check exact k8s-check promtool kinds vllm test-vllm exact-vllm transformers bench bench-vllm-client format proto
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,13 @@ transformers: $(TRANSFORMERS)/.installed ## set up transformers as a peer, in an
 # What it takes, and what --help offers beside: benchmarks/README.md.
 bench: $(VENV)/.installed $(VLLM)/.suffix $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: ten minutes
 	$(BIN)/python -m benchmarks.bench $(if $(QUICK),--quick)
+
+test-vllm: $(VLLM)/.installed-test ## set up and test with a real vLLM: its engine, 'vllm serve', and our server with it
+	$(VLLM)/bin/python -m pytest tests/test_vllm.py tests/test_vllm_page.py tests/test_vllm_target.py \
+		tests/test_vllm_serve.py
+
+exact-vllm: $(VLLM)/.installed-test ## 100 prompts and 1,000 requests to a vLLM with our drafts, killed and restarted midway
+	$(VLLM)/bin/python -m tests.vllm_exact
 
 bench-vllm-client: $(VENV)/.installed $(VLLM)/.installed ## serve, and let 'vllm bench serve' be the client
 	$(BIN)/python -m benchmarks.vllm_client
@@ -102,4 +109,10 @@ $(TRANSFORMERS)/bin/python:
 
 $(TRANSFORMERS)/.installed: benchmarks/requirements-transformers.txt | $(TRANSFORMERS)/bin/python
 	$(TRANSFORMERS)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-transformers.txt
+	@touch $@
+
+# vLLM's pins and ours in one go. On machines with GPUs it is 'pip install "paceline[vllm]"' instead.
+$(VLLM)/.installed-test: pyproject.toml $(VLLM)/.installed
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-vllm.txt \
+		-e '.[vllm]' pytest pytest-timeout hypothesis
 	@touch $@

@@ -77,7 +77,7 @@ def start_actors(model: ModelOptions) -> LocalCluster:
     draft = draft_config(model, model.draft) if model.draft is not None else None
     resources = [model.target.replicas, *([model.draft.replicas] if model.draft is not None else [])]
     first, *others = [Placement(each.cores, each.threads) for each in resources]
-    return LocalCluster(target_config(model.name, model.target), draft, placements=([first], others))
+    return LocalCluster(target_config(model.name, model.target, draft is not None), draft, placements=([first], others))
 
 
 def from_actor(actor: Any) -> Read:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -102,9 +103,9 @@ def engine(name: str, config: dict[str, Any] | None, service: str, streams: int,
 
 
 @contextmanager
-def draft_service(out: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """`paceline draft` on the last core; its address and process, once it is ready."""
-    address = f"127.0.0.1:{free_port()}"
+def draft_service(out: Path, address: str | None = None) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """`paceline draft` on the last core, at any address by default; its address and process, once it is ready."""
+    address = address or f"127.0.0.1:{free_port()}"
     core = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", "from deployments.cli import app; app()", "draft", "--listen", address]
     with (out / "draft.log").open("w") as log:
@@ -153,6 +154,7 @@ def rows(answers: dict[str, list[dict[str, Any]]], streams: int) -> list[dict[st
                 "over_plain": round(statistics.median(ratios), 3),
                 "tokens_per_step": round(tokens / (tokens - accepted), 3),
                 "acceptance": round(accepted / count["draft_tokens"], 3) if drafts else None,
+                **propose_ms([one for answer in held for one in answer["propose_s"]]),
                 "equal": sum(
                     a == b
                     for x, y in zip(held, plain, strict=True)
@@ -162,6 +164,19 @@ def rows(answers: dict[str, list[dict[str, Any]]], streams: int) -> list[dict[st
             }
         )
     return found
+
+
+def propose_ms(calls: list[tuple[float, float]]) -> dict[str, float | None]:
+    """Milliseconds that our class' `propose` took, apart from waiting for growth, and that wait. calls: seconds of both."""
+    if not calls:
+        return dict.fromkeys(("propose_p50_ms", "propose_p99_ms", "wait_p50_ms", "wait_p99_ms"))
+    values = {"propose": [1000 * (took - waited) for took, waited in calls], "wait": [1000 * each for _, each in calls]}
+    shares = {"p50": 50, "p99": 99}
+    return {
+        f"{name}_{share}_ms": round(float(np.percentile(found, percent)), 3)
+        for name, found in values.items()
+        for share, percent in shares.items()
+    }
 
 
 def main(

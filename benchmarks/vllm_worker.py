@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own, for benchmarks.vllm_drafts: runs in .venv-vllm, without anything of ours in it.
+"""One vLLM engine in a process of its own, for benchmarks.vllm_drafts: runs in .venv-vllm, of ours only with the proposer.
 
     python vllm_worker.py TARGET '{"method": ...}' CONTEXT STREAMS
 
@@ -19,6 +19,9 @@ def main() -> None:
     sys.stdout = sys.stderr  # vLLM prints
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
+    config = json.loads(speculation)
+    ours = config is not None and config["method"] == "custom_class"
+    access = {"worker_extension_cls": "cluster.vllm_proposer.WorkerAccess"} if ours else {}
     engine = LLM(
         target,
         dtype="float32",
@@ -26,8 +29,9 @@ def main() -> None:
         max_num_seqs=int(streams),
         enforce_eager=True,
         enable_prefix_caching=False,
-        speculative_config=json.loads(speculation),
+        speculative_config=config,
         disable_log_stats=False,
+        **access,
     )
     answers.write("ready\n")
     answers.flush()
@@ -41,7 +45,9 @@ def main() -> None:
         after = counted(engine)
         texts = [list(output.outputs[0].token_ids) for output in outputs]
         counts = {name: after[name] - before.get(name, 0) for name in after}
-        answers.write(json.dumps({"seconds": seconds, "texts": texts, "counts": counts}) + "\n")
+        times = engine.collective_rpc("paceline_times")[0] if ours else []
+        answer = {"seconds": seconds, "texts": texts, "counts": counts, "propose_s": times}
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 

@@ -15,7 +15,7 @@ import ray
 
 from cluster.draft import DraftReplica, DraftStats
 from cluster.drafters import DraftConfig, LocalConfig, make_drafter, make_local
-from cluster.grpc_link import ClientLink, connect
+from cluster.engines import DraftLinks, Links, Target
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
 from cluster.measures import Sample
@@ -25,6 +25,8 @@ from cluster.reports import DraftReport, Reporter, TargetReport
 from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
 from cluster.trace import Span
+from cluster.vllm_options import VllmOptions
+from cluster.vllm_target import VllmTarget
 from cluster.warm import warm_up, warm_up_drafter
 from engine.budget import CostModel
 from engine.drafters.retrieval import Documents, RetrievalDrafter
@@ -35,9 +37,7 @@ from engine.window_choice import NamedWindows, WindowName, make_window
 
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
-_CONNECT_TIMEOUT_S = 2.0
 _WITHDRAW_TIMEOUT_S = 2.0
-_ROUND_TRIP_TIMEOUT_S = 1.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
 _LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
 
@@ -58,6 +58,7 @@ class TargetConfig:
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
     local: LocalConfig = field(default_factory=LocalConfig)  # the drafter in its own process
+    vllm: VllmOptions | None = None  # it runs the model, with its dtype, max_batch and flush_s; None: our own engine
 
 
 class TargetActor:
@@ -66,34 +67,17 @@ class TargetActor:
     def __init__(self, config: TargetConfig, placement: Placement, registry: RegistryName, index: int = 0) -> None:
         """index: of this replica among those of its model. Raises ModelError."""
         placement.apply_to_process()
-        runner = ModelRunner(
-            config.model,
-            kv_tokens=config.kv_tokens,
-            dtype=config.dtype,
-            device=placement.device,
-            invariant=config.invariant,
-            compile=config.compile,
-        )
-        cost = CostModel(runner.called_with)
-        warm_up(runner, cost)
-        warm_up_drafter(RetrievalDrafter(Documents([[0, 0]])))  # for requests that come with documents
-        tokenizer = load_tokenizer(config.model)
-        self._cost = cost
+        self._replica: Target
+        self._links: Links
+        self._cost = CostModel()
+        if config.vllm is not None:
+            self._replica = self._links = VllmTarget(
+                config.model, config.dtype, config.max_batch, config.flush_s, config.vllm, placement
+            )
+        else:
+            self._replica, self._cost = own_target(config, placement, index)
+            self._links = DraftLinks(self._replica)
         self._registry = registry.open()
-        self._replica = TargetReplica(
-            runner,
-            make_window(config.window, config.window_size, cost),
-            tokenizer,
-            placement,
-            replica=index + 1,
-            max_batch=config.max_batch,
-            flush_s=config.flush_s,
-            lookup=config.lookup,
-            on_step=cost.observe,
-            local=make_local(config.local, runner, tokenizer),
-            named=NamedWindows(cost, config.window_size, config.window),
-        )
-        self._linked: dict[str, ClientLink] = {}  # by draft name
         self._speculate = True
         self._closing = threading.Event()
         threading.Thread(target=self._keep_linked, name="paceline-links", daemon=True).start()
@@ -184,9 +168,7 @@ class TargetActor:
 
     def _measure(self) -> list[Sample]:
         """For the reporter: what it counted, and how long the links take."""
-        links = [link for link in list(self._linked.values()) if link.alive]
-        trips = [link.round_trip_s(_ROUND_TRIP_TIMEOUT_S) for link in links]
-        return self._report([trip for trip in trips if trip is not None])
+        return self._report(self._links.round_trips_s())
 
     def close(self) -> None:
         """Ends all requests and links, and the loop."""
@@ -200,30 +182,47 @@ class TargetActor:
             if self._speculate:
                 self._link_to_new()
             else:
-                self._drop_links()
+                self._links.drop()
             self._closing.wait(_ANNOUNCE_EVERY_S / 2)
         if not self._closing.is_set():
             _give_up()
 
-    def _drop_links(self) -> None:
-        for link in self._linked.values():
-            link.close()
-        self._linked.clear()
-
     def _link_to_new(self) -> None:
-        self._linked = {name: link for name, link in self._linked.items() if link.alive}
         try:
             entries: list[DraftEntry] = ray.get(self._registry.drafts.remote())
         except ray.exceptions.RayError:
             return  # the registry restarts; links that stand need it not
-        for entry in entries:
-            if entry.name not in self._linked:
-                try:
-                    link = connect(entry.address, _CONNECT_TIMEOUT_S)
-                except LinkError:
-                    continue  # it died within its lease
-                self._linked[entry.name] = link
-                self._replica.add_link(link)
+        self._links.follow(entries)
+
+
+def own_target(config: TargetConfig, placement: Placement, index: int) -> tuple[TargetReplica, CostModel]:
+    """A target replica with our own engine, warmed up; what its steps cost, as it learns it. Raises ModelError."""
+    runner = ModelRunner(
+        config.model,
+        kv_tokens=config.kv_tokens,
+        dtype=config.dtype,
+        device=placement.device,
+        invariant=config.invariant,
+        compile=config.compile,
+    )
+    cost = CostModel(runner.called_with)
+    warm_up(runner, cost)
+    warm_up_drafter(RetrievalDrafter(Documents([[0, 0]])))  # for requests that come with documents
+    tokenizer = load_tokenizer(config.model)
+    replica = TargetReplica(
+        runner,
+        make_window(config.window, config.window_size, cost),
+        tokenizer,
+        placement,
+        replica=index + 1,
+        max_batch=config.max_batch,
+        flush_s=config.flush_s,
+        lookup=config.lookup,
+        on_step=cost.observe,
+        local=make_local(config.local, runner, tokenizer),
+        named=NamedWindows(cost, config.window_size, config.window),
+    )
+    return replica, cost
 
 
 async def _next(queue: asyncio.Queue[TokenChunk], timeout_s: float | None) -> TokenChunk | None:
@@ -303,7 +302,7 @@ def _serve(config: DraftConfig, replica: DraftReplica) -> DraftServer:
     return DraftServer(host, last, replica.add_link)
 
 
-def works(replica: TargetReplica | DraftReplica) -> bool:
+def works(replica: Target | DraftReplica) -> bool:
     """Whether a replica neither failed nor hangs."""
     return replica.alive and replica.turn_s < _STUCK_S
 

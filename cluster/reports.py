@@ -8,8 +8,8 @@ from typing import Any
 from ray.util import metrics
 
 from cluster.draft import DraftStats
+from cluster.engines import Target
 from cluster.measures import MEASURES, Buckets, Sample
-from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _LABELS = ("model_name", "replica")
 class TargetReport:
     """Makes a target replica's reports. Shares are of the time since the report before, or as they were."""
 
-    def __init__(self, replica: TargetReplica) -> None:
+    def __init__(self, replica: Target) -> None:
         self._replica = replica
         self._before = TargetStats()
         self._shares: dict[str, float] = {}

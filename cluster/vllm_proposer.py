@@ -13,9 +13,10 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from cluster.content import ContentSessions, likeliest
 from cluster.grpc_link import ClientLink, connect
 from cluster.link import LinkError
 from cluster.target_state import TargetState
+from cluster.vllm_options import FOLLOWED
 from engine.types import IntArray
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ ADDRESSES = "PACELINE_DRAFT"  # draft services, several separated by commas
 WAIT_MS = "PACELINE_DRAFT_WAIT_MS"  # for growth, when no row has a proposal
 _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 0.5
+_TIMES = 4096  # that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,14 @@ class ProposerOptions:
 
 
 class RemoteProposer:
-    """The class that vLLM loads; see the top. Configured by the environment, since vLLM has no other way."""
+    """The class that vLLM loads; see the top. Configured by the environment, which is all that `vllm serve` hands on."""
 
     def __init__(self, vllm_config: Any) -> None:
         """vllm_config: vllm.config.VllmConfig. Raises ValueError when no draft service is named."""
         addresses = tuple(filter(None, (part.strip() for part in os.environ.get(ADDRESSES, "").split(","))))
-        if not addresses:
+        if vllm_config.additional_config.get(FOLLOWED):
+            addresses = ()
+        elif not addresses:
             raise ValueError(f"{ADDRESSES} names no draft service: set it to host:port")
         options = ProposerOptions(
             addresses,
@@ -86,6 +91,36 @@ class RemoteProposer:
             self._proposals = None
             return [[] for _ in sampled_token_ids]
 
+    def follow(self, addresses: Sequence[str]) -> dict[str, int]:
+        """From now on drafts come from these services; how many are linked, and what cluster.target_state.Counters hold."""
+        if self._proposals is None:
+            return {}
+        return self._proposals.follow(addresses)
+
+    def take_times(self) -> list[tuple[float, float]]:
+        """Of the latest calls of `propose`: (seconds, of them waiting for growth). They are forgotten here."""
+        if self._proposals is None:
+            return []
+        times = list(self._proposals.times)
+        self._proposals.times.clear()
+        return times
+
+
+class WorkerAccess:
+    """Mixed into vLLM's workers by `worker_extension_cls`: how others reach the proposer, by `collective_rpc`."""
+
+    model_runner: Any
+
+    def paceline_follow(self, addresses: list[str]) -> dict[str, int]:
+        """See RemoteProposer.follow."""
+        proposer: RemoteProposer = self.model_runner.drafter
+        return proposer.follow(addresses)
+
+    def paceline_times(self) -> list[tuple[float, float]]:
+        """See RemoteProposer.take_times."""
+        proposer: RemoteProposer = self.model_runner.drafter
+        return proposer.take_times()
+
 
 def _answers() -> bool:
     """Whether vLLM takes this process' proposals: of tensor-parallel ranks, the first one's."""
@@ -102,6 +137,8 @@ class Proposals:
     def __init__(self, options: ProposerOptions) -> None:
         """Connects in the background, again and again as services come and go."""
         self._options = options
+        self._addresses = options.addresses
+        self.times: deque[tuple[float, float]] = deque(maxlen=_TIMES)  # see RemoteProposer.take_times
         self._state = TargetState(options.vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._sessions = ContentSessions(self._state)
         self._links: dict[int, ClientLink] = {}
@@ -115,15 +152,27 @@ class Proposals:
 
     def propose(self, rows: Sequence[IntArray], sampled: Sequence[bool]) -> list[list[int]]:
         """rows: all tokens of each sequence, committed now. sampled: whether it decodes; others get no proposal."""
+        started = time.monotonic()
         self._receive()
-        sessions = self._sessions.follow(rows, time.monotonic())
+        sessions = self._sessions.follow(rows, started)
         self._send()
         wanted = [session for session, decodes in zip(sessions, sampled, strict=True) if decodes and session >= 0]
+        wait_started = time.monotonic()
         self._wait(wanted)
-        return [
+        waited_s = time.monotonic() - wait_started
+        proposals = [
             self._proposal(session) if decodes and session >= 0 else []
             for session, decodes in zip(sessions, sampled, strict=True)
         ]
+        self.times.append((time.monotonic() - started, waited_s))
+        return proposals
+
+    def follow(self, addresses: Sequence[str]) -> dict[str, int]:
+        """See RemoteProposer.follow. On the thread that calls `propose`."""
+        self._addresses = tuple(addresses)
+        self._receive()
+        self._send()
+        return {"drafts": self.drafts, **asdict(self._state.counters)}
 
     @property
     def drafts(self) -> int:
@@ -181,7 +230,9 @@ class Proposals:
 
     def _keep_connected(self) -> None:
         while not self._closing.is_set():
-            for address in self._options.addresses:
+            for address in self._connected.keys() - set(self._addresses):
+                self._connected.pop(address).close()  # its sessions turn to others
+            for address in self._addresses:
                 held = self._connected.get(address)
                 if held is not None and held.alive:
                     continue

@@ -63,11 +63,8 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(options.replicas),
     )(TargetDeployment)
-    return deployment.bind(
-        target_config(model.name, options, shared_tokens(model, args)),
-        _placement(options.replicas),
-        registry_name(model),
-    )
+    config = target_config(model.name, options, shared_tokens(model, args), drafted=model.draft is not None)
+    return deployment.bind(config, _placement(options.replicas), registry_name(model))
 
 
 def _draft(model: ModelOptions, options: DraftOptions, args: ServeConfig) -> Application:
@@ -94,8 +91,8 @@ def _draft(model: ModelOptions, options: DraftOptions, args: ServeConfig) -> App
     return deployment.bind(config, _placement(options.replicas), registry_name(model))
 
 
-def target_config(name: str, options: TargetOptions, shared: int = SHARED) -> TargetConfig:
-    """The options that a target replica itself has."""
+def target_config(name: str, options: TargetOptions, shared: int = SHARED, drafted: bool = True) -> TargetConfig:
+    """The options that a target replica itself has. drafted: by our drafts."""
     return TargetConfig(
         options.checkpoint,
         options.dtype,
@@ -109,6 +106,7 @@ def target_config(name: str, options: TargetOptions, shared: int = SHARED) -> Ta
         options.compile,
         name,
         LocalConfig(options.drafter, options.heads, options.documents, shared),
+        options.vllm(drafted),
     )
 
 

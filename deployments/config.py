@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.vllm_options import VllmOptions, check_options
 from deployments.keys import hidden
 from engine.checkpoint import ModelError, check_checkpoint
 from engine.choice import DrafterName, check_choice, check_documents
@@ -118,6 +119,7 @@ class TargetOptions(_Settings):
     """The target of a model."""
 
     checkpoint: Folder = Field(description="folder of the checkpoint")
+    engine: Literal["paceline", "vllm"] = Field("paceline", description="what runs it; vllm needs paceline[vllm]")
     dtype: Dtype = "auto"
     invariant: bool = Field(False, description="bits that don't depend on how tokens are batched")
     kv_tokens: PositiveInt = Field(32768, description="tokens that the KV pool of a replica holds")
@@ -134,6 +136,9 @@ class TargetOptions(_Settings):
     documents: File | None = Field(None, description="text file, or folder of them, for retrieval")
     flush_s: Seconds = Field(0.05, description="tokens are handed out at most this often, per request")
     compile: bool = Field(False, description="the model, by torch.compile")
+    tensor_parallel_size: PositiveInt = Field(1, description="engine vllm: GPUs that share a replica's model")
+    draft_tokens: int = Field(5, ge=1, le=64, description="engine vllm: of a draft, per request and step, at most")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="engine vllm: of its own, by their names")
     replicas: Resources = Resources()
     scaling: TargetScaling = TargetScaling()
 
@@ -141,6 +146,27 @@ class TargetOptions(_Settings):
     def _usable(self) -> Self:
         check_local(self.drafter, self.heads, self.documents)
         return self
+
+    @model_validator(mode="after")
+    def _of_one_engine(self) -> Self:
+        others = _OWN_ENGINE if self.engine == "vllm" else _VLLM
+        for name in others:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name} is no setting of the engine {self.engine}")
+        if self.engine == "vllm" and self.replicas.gpus not in (0, self.tensor_parallel_size):
+            raise ValueError(f"replicas.gpus must be tensor_parallel_size, {self.tensor_parallel_size}")
+        return self
+
+    def vllm(self, drafted: bool) -> VllmOptions | None:
+        """How vLLM runs it; None: our own engine does."""
+        if self.engine != "vllm":
+            return None
+        return VllmOptions(self.tensor_parallel_size, self.engine_args, drafted, self.draft_tokens)
+
+
+# Settings of one engine that the other doesn't have.
+_OWN_ENGINE = ("invariant", "kv_tokens", "window", "window_size", "lookup", "compile", "drafter", "heads", "documents")
+_VLLM = ("tensor_parallel_size", "draft_tokens", "engine_args")
 
 
 class DraftOptions(_Settings):
@@ -354,7 +380,10 @@ def check_config(config: ServeConfig) -> None:
     """What can be told without loading a model; raises ConfigError."""
     for index, model in enumerate(config.models):
         where = f"models.{index}"
-        target = _check_model(f"{where}.target.checkpoint", model.target.checkpoint)
+        vllm = model.target.vllm(drafted=model.draft is not None)
+        if vllm is not None:
+            _check_vllm(f"{where}.target", vllm)
+        target = _check_model(f"{where}.target.checkpoint", model.target.checkpoint, vllm is None)
         if not (model.target.checkpoint / "tokenizer.json").is_file():
             raise ConfigError(f"{where}.target.checkpoint: {model.target.checkpoint} has no tokenizer.json")
         _check_local(f"{where}.target", model.target, target.get("hidden_size"))
@@ -368,9 +397,16 @@ def check_config(config: ServeConfig) -> None:
         raise ConfigError("http.api_keys_file: it holds no key")
 
 
-def _check_model(where: str, path: Path) -> dict[str, Any]:
+def _check_model(where: str, path: Path, own_engine: bool = True) -> dict[str, Any]:
     try:
-        return check_checkpoint(path)
+        return check_checkpoint(path, own_engine)
+    except ModelError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_vllm(where: str, options: VllmOptions) -> None:
+    try:
+        check_options(options)
     except ModelError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import sys
 import time
 import uuid
 from typing import Any
@@ -13,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.registry import RegistryName
 from cluster.reports import Reporter
 from deployments.backend import ServeBackend
-from deployments.config import ModelOptions, ServeConfig
+from deployments.config import ModelOptions, ServeConfig, TargetOptions
 from deployments.grpc_service import GrpcMethods
 from deployments.http import HttpSettings, make_app
 from deployments.keys import ApiKeys
@@ -74,11 +75,11 @@ class Ingress(GrpcMethods):
 def served_model(options: ModelOptions, backend: ServeBackend) -> ServedModel:
     """What protocols need to know of a model; raises ModelError or ValueError."""
     target = options.target
-    values = check_checkpoint(target.checkpoint)
+    values = check_checkpoint(target.checkpoint, own_engine=target.engine == "paceline")
     return ServedModel(
         name=options.name,
         tokenizer=load_tokenizer(target.checkpoint),
-        context=min(context_length(values), target.kv_tokens - MAX_WINDOW - 1),
+        context=context(target, values),
         vocab_size=int(values["vocab_size"]),
         fingerprint=fingerprint(options),
         created=int(time.time()),
@@ -86,8 +87,18 @@ def served_model(options: ModelOptions, backend: ServeBackend) -> ServedModel:
     )
 
 
+def context(target: TargetOptions, values: dict[str, Any]) -> int:
+    """Tokens that one request may come to. values: the checkpoint's config.json."""
+    room = target.kv_tokens - MAX_WINDOW - 1
+    if target.engine == "vllm":
+        room = int(target.engine_args.get("max_model_len") or sys.maxsize)
+    return min(context_length(values), room)
+
+
 def fingerprint(options: ModelOptions) -> str:
     """A name for everything that shapes a model's outputs: OpenAI's system_fingerprint."""
     target = options.target
-    parts = (checkpoint_digest(target.checkpoint), target.dtype, str(target.invariant), torch.__version__)
+    parts = [checkpoint_digest(target.checkpoint), target.dtype, str(target.invariant), torch.__version__]
+    if target.engine != "paceline":
+        parts += [target.engine, str(target.tensor_parallel_size), str(sorted(target.engine_args.items()))]
     return "fp_" + hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()

@@ -22,8 +22,11 @@ class ModelError(ValueError):
     """A checkpoint that can't be loaded or run; the message says why in one line."""
 
 
-def check_checkpoint(path: Path) -> dict[str, Any]:
-    """The checkpoint's config.json; raises ModelError when the folder is not a usable checkpoint."""
+def check_checkpoint(path: Path, own_engine: bool = True) -> dict[str, Any]:
+    """The checkpoint's config.json; raises ModelError when the folder is not a usable checkpoint.
+
+    own_engine: our own engine has to run it, which doesn't know every kind of model.
+    """
     config = path / "config.json"
     if not config.is_file():
         raise ModelError(f"no model at {path}: it has no config.json")
@@ -33,7 +36,7 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
         raise ModelError(f"{config} can't be read: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{config} holds no settings")
-    if reason := _unsupported(values):
+    if own_engine and (reason := _unsupported(values)):
         raise ModelError(f"{path} can't be run: {architecture(values)} {reason}")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"no weights at {path}: it has no .safetensors file")

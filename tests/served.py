@@ -40,6 +40,7 @@ STREAMS = 16  # at a time
 TEMPERATURES = (0.0, 0.8)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos")
 _LOOK_EVERY_S = 0.1
+OWN_DEFAULTS = {"invariant": False, "kv_tokens": 32768}  # the settings of our own engine, where another one runs
 
 Targets = DeploymentHandle[Any]
 
@@ -151,14 +152,15 @@ class OverHttp:
 class OverGrpc:
     """Implements Api."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._client = Client(f"127.0.0.1:{config.grpc.port}", application=APPLICATION)
         self._tokenizer = load_tokenizer(exact.TARGET)
 
     def read(self, request: GenerationRequest) -> Said:
         """See Api."""
         said = Said([])
-        for chunk in self._client.generate(request.prompt, PATIENCE_S, model=MODEL, **sampling(request)):
+        for chunk in self._client.generate(request.prompt, self._patience_s, model=MODEL, **sampling(request)):
             said.tokens += chunk.token_ids
             said.text += chunk.text
             if chunk.finish_reason:

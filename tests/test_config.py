@@ -1,5 +1,6 @@
 """The configuration of serving: what is refused, in one line that names the field, before anything loads."""
 
+import importlib.util
 import json
 import shutil
 import socket
@@ -18,7 +19,8 @@ from deployments.keys import ApiKeys, Unauthorized, hidden
 from deployments.serve import base_url, check_ports, serve_schema
 from tests import exact
 
-PAIR = {"name": "code", "target": {"checkpoint": str(exact.TARGET)}, "draft": {"checkpoint": str(exact.DRAFT)}}
+PAIR_TARGET = {"checkpoint": str(exact.TARGET)}
+PAIR = {"name": "code", "target": PAIR_TARGET, "draft": {"checkpoint": str(exact.DRAFT)}}
 
 
 def changed(*path: str | int, to: Any) -> dict[str, Any]:
@@ -77,6 +79,18 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (("models", 0, "draft"), {"drafter": "merged"}, "the drafter merged needs a checkpoint or documents"),
         (("models", 0, "draft", "drafter"), "ngram", "models.0.draft: the drafter ngram uses no checkpoint"),
         (("models", 0, "draft", "documents"), "texts", "models.0.draft: the drafter auto uses no documents"),
+        (("models", 0, "target", "engine"), "tgi", "models.0.target.engine: Input should be 'paceline' or 'vllm'"),
+        (("models", 0, "target", "engine_args"), {"seed": 1}, "engine_args is no setting of the engine paceline"),
+        (
+            ("models", 0, "target"),
+            {**PAIR_TARGET, "engine": "vllm", "invariant": True},
+            "invariant is no setting of the engine vllm",
+        ),
+        (
+            ("models", 0, "target"),
+            {**PAIR_TARGET, "engine": "vllm", "tensor_parallel_size": 2, "replicas": {"gpus": 1}},
+            "replicas.gpus must be tensor_parallel_size, 2",
+        ),
         (("models", 0, "name"), "a b", "models.0.name: String should match"),
         (("models",), [], "models: Tuple should have at least 1 item"),
         (("models",), [PAIR, PAIR], "models: two have the name code"),
@@ -268,3 +282,16 @@ def _bound(application: Any) -> list[Any]:
     """The applications that one has as arguments, by the name of the model."""
     _, targets, drafts, _ = application._bound_deployment.init_args
     return [*targets.values(), *drafts.values()]
+
+
+def test_what_vllm_is_not_asked_is_refused_before_it_is_looked_for() -> None:
+    vllm = {**PAIR_TARGET, "engine": "vllm", "engine_args": {"speculative_config": {"method": "ngram"}}}
+    with pytest.raises(ConfigError, match=r"models.0.target: engine_args: speculative_config is set by Paceline"):
+        check_config(parse_config(changed("models", 0, "target", to=vllm)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_engine_that_is_not_installed_is_told_with_what_to_install() -> None:
+    vllm = {**PAIR_TARGET, "engine": "vllm"}
+    with pytest.raises(ConfigError, match=r"models.0.target: the engine vllm is not installed: .*paceline\[vllm\]"):
+        check_config(parse_config(changed("models", 0, "target", to=vllm)))

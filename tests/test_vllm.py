@@ -1,33 +1,29 @@
-"""The real vLLM, in its own environment, with our drafts: the same texts, also when the draft service dies."""
+"""The real vLLM, in its own environment, with our drafts: the same texts, also while the draft service dies and returns."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import vllm_drafts
+from benchmarks.server import free_port
 from tests import exact
+from tests.vllm_exact import DRAFT_TOKENS, interrupted, plain_texts
 
-STREAMS, TOKENS = 4, 48
+PROMPTS, STREAMS, TOKENS = 6, 2, 48
 
-pytestmark = pytest.mark.skipif(not vllm_drafts.PYTHON.exists(), reason="no vLLM here: 'make vllm' sets it up")
+pytestmark = [
+    pytest.mark.skipif(not vllm_drafts.PYTHON.exists(), reason="no vLLM here: 'make test-vllm' sets it up"),
+    pytest.mark.timeout(1200),
+]
 
 
-def test_vllm_writes_the_same_with_our_drafts_and_when_they_end(tmp_path: Path) -> None:
-    prompts = [list(prompt) for prompt in exact.load_prompts(STREAMS)]
-    configs = vllm_drafts.contenders(5)
-    with vllm_drafts.engine("plain", None, "", STREAMS, tmp_path) as plain:
-        plain.wait_ready()
-        expected = plain.ask(prompts, TOKENS)["texts"]
-    with vllm_drafts.draft_service(tmp_path) as (address, service):
-        paceline = vllm_drafts.engine("paceline", configs["paceline"], address, STREAMS, tmp_path)
-        with paceline as served:
-            served.wait_ready()
-            helped = served.ask(prompts, TOKENS)
-            assert helped["texts"] == expected, json.dumps(helped["counts"])
-            assert helped["counts"]["vllm:spec_decode_num_accepted_tokens"] > TOKENS
-            service.terminate()
-            service.wait()
-            alone = served.ask(prompts, TOKENS)
-            assert alone["texts"] == expected
-            assert alone["counts"]["vllm:spec_decode_num_drafts"] == 0
+def test_vllm_writes_the_same_with_our_drafts_while_their_service_is_killed_and_restarted(tmp_path: Path) -> None:
+    prompts = exact.load_prompts(PROMPTS)
+    expected = plain_texts(prompts, TOKENS, [STREAMS], tmp_path)[STREAMS]
+    address = f"127.0.0.1:{free_port()}"
+    config = vllm_drafts.contenders(DRAFT_TOKENS)["paceline"]
+    with vllm_drafts.engine("paceline", config, address, STREAMS, tmp_path) as served:
+        served.wait_ready()
+        written = interrupted(served, address, prompts, STREAMS, TOKENS, tmp_path)
+    assert written.texts == expected
+    assert written.accepted > TOKENS

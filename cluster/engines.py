@@ -1,0 +1,85 @@
+"""What an actor needs of the engine that it wraps: our own (cluster.target) or vLLM (cluster.vllm_target)."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from cluster.grpc_link import ClientLink, connect
+from cluster.intake import Sink
+from cluster.link import LinkError
+from cluster.registry import DraftEntry
+from cluster.target import TargetReplica
+from cluster.target_stats import TargetStats
+from cluster.trace import Trace
+from engine.budget import Window
+from engine.types import GenerationRequest
+
+_CONNECT_TIMEOUT_S = 2.0
+_ROUND_TRIP_TIMEOUT_S = 1.0
+
+
+class Target(Protocol):
+    """A target replica; cluster.target.TargetReplica says what its methods do."""
+
+    trace: Trace
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None: ...
+    def check_request(self, request: GenerationRequest) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def set_window(self, window: Window) -> None: ...
+    def set_speculation(self, on: bool) -> None: ...
+    def stats(self) -> TargetStats: ...
+    def accepted_at(self) -> list[int]: ...
+    @property
+    def pages(self) -> tuple[int, int]: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def turn_s(self) -> float: ...
+    def wait_idle(self, timeout_s: float) -> bool: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Links(Protocol):
+    """A target's links to drafts; one thread calls its methods, again and again."""
+
+    def follow(self, entries: Sequence[DraftEntry]) -> None:
+        """These drafts live: links to those that have none yet."""
+
+    def drop(self) -> None:
+        """Ends all links."""
+
+    def round_trips_s(self) -> list[float]:
+        """Of each live link that answers in time, a call and its answer; it blocks. From any thread."""
+
+
+class DraftLinks:
+    """Implements Links for our own engine: a stream to every draft."""
+
+    def __init__(self, replica: TargetReplica) -> None:
+        self._replica = replica
+        self._linked: dict[str, ClientLink] = {}  # by draft name
+
+    def follow(self, entries: Sequence[DraftEntry]) -> None:
+        """See Links."""
+        self._linked = {name: link for name, link in self._linked.items() if link.alive}
+        for entry in entries:
+            if entry.name not in self._linked:
+                try:
+                    link = connect(entry.address, _CONNECT_TIMEOUT_S)
+                except LinkError:
+                    continue  # it died within its lease
+                self._linked[entry.name] = link
+                self._replica.add_link(link)
+
+    def drop(self) -> None:
+        """See Links."""
+        for link in self._linked.values():
+            link.close()
+        self._linked.clear()
+
+    def round_trips_s(self) -> list[float]:
+        """See Links."""
+        links = [link for link in list(self._linked.values()) if link.alive]
+        trips = [link.round_trip_s(_ROUND_TRIP_TIMEOUT_S) for link in links]
+        return [trip for trip in trips if trip is not None]
