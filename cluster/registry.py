@@ -10,6 +10,8 @@ import ray
 from cluster.measures import Sample
 
 LEASE_S = 3.0  # an announcement is believed for this long
+# Ray's name for what only the head has: a registry on another node would end when load falls and the node is given back.
+_HEAD, _A_LITTLE = "node:__internal_head__", 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class RegistryName:
             "namespace": self.namespace,
             "get_if_exists": True,
             "max_restarts": -1,
+            "resources": {_HEAD: _A_LITTLE},
             **lifetime,
         }
         return ray.remote(Registry).options(num_cpus=0, **options).remote()
