@@ -27,7 +27,6 @@ def main() -> None:
         dtype="float32",
         max_model_len=int(context),
         max_num_seqs=int(streams),
-        enforce_eager=True,
         enable_prefix_caching=False,
         speculative_config=config,
         disable_log_stats=False,
