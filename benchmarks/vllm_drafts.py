@@ -74,7 +74,9 @@ def contenders(k: int) -> dict[str, dict[str, Any] | None]:
 
 
 @contextmanager
-def engine(name: str, config: dict[str, Any] | None, service: str, streams: int, out: Path) -> Iterator[Engine]:
+def engine(
+    name: str, config: dict[str, Any] | None, service: str, streams: int, out: Path, target: Path = TARGET
+) -> Iterator[Engine]:
     """A vLLM on the first core."""
     core = min(os.sched_getaffinity(0))
     environment = {
@@ -87,7 +89,7 @@ def engine(name: str, config: dict[str, Any] | None, service: str, streams: int,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [str(PYTHON), str(ROOT / "benchmarks" / "vllm_worker.py"), str(TARGET), json.dumps(config)]
+    command = [str(PYTHON), str(ROOT / "benchmarks" / "vllm_worker.py"), str(target), json.dumps(config)]
     with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             [*command, str(CONTEXT), str(streams)],
@@ -185,6 +187,7 @@ def main(
     streams: Annotated[int, typer.Option(help="prompts at the same time")] = 1,
     tokens: Annotated[int, typer.Option(help="written for each prompt")] = 128,
     k: Annotated[int, typer.Option(help="draft tokens per step")] = 5,
+    target: Annotated[Path, typer.Option(help="checkpoint of the target")] = TARGET,
 ) -> None:
     """Measures tokens/s of an unmodified vLLM with and without our drafts."""
     if not PYTHON.exists():
@@ -199,7 +202,7 @@ def main(
         address, _ = stack.enter_context(draft_service(out))
         nobody = f"127.0.0.1:{free_port()}"
         engines = [
-            stack.enter_context(engine(name, config, nobody if name == "hook" else address, streams, out))
+            stack.enter_context(engine(name, config, nobody if name == "hook" else address, streams, out, target))
             for name, config in contenders(k).items()
         ]
         found = rows(measure(engines, batches, tokens), streams)
