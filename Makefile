@@ -20,9 +20,10 @@ demo: $(VENV)/.installed ## set up and run the demo
 serve: $(VENV)/.installed ## set up and serve the bundled pair
 	$(BIN)/paceline serve
 
-# Two at a time, each with one thread for its arithmetic; then what starts Ray, one by one.
+# Two at a time, each with one thread for its arithmetic; then what starts Ray, one by one. What starts a vLLM is in test-vllm.
 test: $(VENV)/.installed-dev ## set up and run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray" -n 2 --dist loadfile \
+		--ignore=tests/test_vllm.py --ignore=tests/test_vllm_page.py
 	$(BIN)/python -m pytest -m ray
 
 check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generated code

@@ -51,9 +51,11 @@ def running(command: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
             ["bash", "-c", f"exec env {command}"], stdout=out, stderr=out, env=environment, start_new_session=True
         )
         with process:
-            yield process
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                yield process
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
 
 
 def get(url: str, body: dict[str, object] | None = None) -> str:
