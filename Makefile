@@ -52,7 +52,7 @@ vllm: $(VLLM)/.installed ## set up vLLM on CPUs, in an environment of its own
 transformers: $(TRANSFORMERS)/.installed ## set up transformers as a peer, in an environment of its own
 
 # What it takes, and what --help offers beside: benchmarks/README.md.
-bench: $(VENV)/.installed $(VLLM)/.suffix $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: ten minutes
+bench: $(VENV)/.installed $(VLLM)/.suffix $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: a short one
 	$(BIN)/python -m benchmarks.bench $(if $(QUICK),--quick)
 
 test-vllm: $(VLLM)/.installed-test ## set up and test with a real vLLM: its engine, 'vllm serve', and our server with it
