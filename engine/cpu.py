@@ -104,6 +104,15 @@ class _Recordable(torch.nn.Module):
         return self._function(*inputs)
 
 
+def has_fast_bf16(device: str) -> bool:
+    """Whether bfloat16 is arithmetic on this device: oneDNN also takes it, many times slower, where it has to emulate it."""
+    if device != "cpu":
+        return True
+    if torch.cpu._is_avx2_supported():  # x86
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def fits_half(weight: torch.Tensor) -> bool:
     """Whether float16 holds a float32 weight, but for parts of it below 2^-25: too small to be seen in float32 sums."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:

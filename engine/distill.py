@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from engine.cpu import has_fast_bf16
 from engine.expand import expand
 from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
-from engine.train import corpus_files, has_fast_bf16, learning_rate, make_optimizer, read_texts, tokenize
+from engine.train import corpus_files, learning_rate, make_optimizer, read_texts, tokenize
 
 _SHORTEST_PREFIX = 32  # tokens of the corpus before the target's own
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

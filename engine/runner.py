@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint
-from engine.cpu import Weights, fused_decoder, speed_up
+from engine.cpu import Weights, fused_decoder, has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
@@ -46,8 +46,7 @@ _BUCKETS = (
 def pick_dtype(name: Dtype, device: str) -> torch.dtype:
     """The dtype for a device; "auto" is bfloat16 where it is arithmetic and not emulation, else float32."""
     if name == "auto":
-        fast = device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if has_fast_bf16(device) else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 

@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from engine.cpu import has_fast_bf16
+
 END = "<|endoftext|>"
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 HELD_OUT_ONE_IN = 20
@@ -150,11 +152,6 @@ def losses(
     kl = F.kl_div(F.log_softmax(draft_logits, -1).flatten(0, 1), teacher, reduction="batchmean", log_target=True)
     agreement = (target_logits.argmax(-1) == draft_logits.argmax(-1)).float().mean().item()
     return cross_entropy, kl, agreement
-
-
-def has_fast_bf16(device: str) -> bool:
-    """Whether bfloat16 is arithmetic here, not emulation."""
-    return device == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def evaluate(

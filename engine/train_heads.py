@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import check_checkpoint
+from engine.cpu import has_fast_bf16
 from engine.drafters.heads import TokenHeads
 from engine.head import Head, output_head
 from engine.local_choice import HEADS_FILE
 from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
-from engine.train import batch_at, corpus_files, has_fast_bf16, learning_rate, make_optimizer, read_texts, tokenize
+from engine.train import batch_at, corpus_files, learning_rate, make_optimizer, read_texts, tokenize
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 _TEST_WINDOWS = 32
