@@ -154,15 +154,19 @@ class JoinedPart(torch.nn.Module):
 
 
 class FusedNorm(torch.nn.Module):
-    """RMSNorm in one call."""
+    """RMSNorm in four operations: on CPUs `F.rms_norm` is made of eight, and a small model's step is mostly their overhead."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
-        self.weight, self._shape, self._eps = weight, tuple(weight.shape), eps
+        features = weight.shape[-1]
+        # x / rms(x) * weight, with norm(x) = rms(x) * features ** 0.5
+        self.weight = weight * features**0.5
+        self._least = torch.tensor((features * eps) ** 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., features]."""
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+        norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
+        return (x / torch.hypot(norm, self._least)).mul_(self.weight)
 
 
 class PlainLinear(torch.nn.Module):
