@@ -19,17 +19,17 @@ from cluster.drafters import DraftConfig, LocalConfig
 from cluster.local import LocalCluster
 from cluster.placement import place
 from cluster.target_stats import TargetStats
+from cluster.warm import warm_up
 from deployments.figures import Figures
+from engine.automatic import taking_turns
+from engine.budget import CostModel
 from engine.decode import Speculation, decode_steps
-from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.step import Outcome
 from engine.text import OutputText, load_tokenizer
 from engine.types import GenerationRequest, Origin, SamplingParams, TokenChunk
-from engine.windows import FixedChain
 
 Mode = Literal["pipelined", "sequential", "plain"]
-SEQUENTIAL_CHAIN = 3  # draft tokens per step of sequential speculation
 Progress = Callable[[str], None]
 
 
@@ -99,8 +99,11 @@ class OneProcess:
         self._speculation: Speculation | None = None
         if pair.draft is not None:
             draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device)
-            drafter = ModelDrafter(draft, Growing(rows=1, children=1, lookup=0), self._tokenizer)
-            self._speculation = Speculation(drafter, FixedChain(SEQUENTIAL_CHAIN), SEQUENTIAL_CHAIN)
+            progress("timing the models")
+            cost = CostModel(self._target.called_with)
+            warm_up(self._target, cost)
+            warm_up(draft)
+            self._speculation = taking_turns(draft, cost, self._tokenizer)
         self._figures = Figures(0, 0.0, 0, 0, 0)
 
     def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
