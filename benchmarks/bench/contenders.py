@@ -102,6 +102,9 @@ def environment(place: Place) -> dict[str, str]:
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.peers)),
         "VLLM_CPU_KVCACHE_SPACE": _KV_GB,
+        # vLLM 0.32 can't load what it compiled ahead of time for a CPU, and compiles again on every start; without it,
+        # the same compiler keeps its work by itself.
+        "VLLM_USE_AOT_COMPILE": "0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(len(place.peers)),
         "TOKENIZERS_PARALLELISM": "false",
