@@ -29,7 +29,8 @@ TRANSFORMERS, ASSISTED = "transformers", "transformers-assisted"
 CHAINS = (2, 3, 5)  # draft tokens a step that are tried with vLLM's methods
 _IDLE_SHARE = 0.1  # of a core: a worker that takes more while it waits disturbs the others
 _KV_GB = "1"
-_FIRST = Ask((1, 2, 3), 0, 0.0, 8)  # threads that a first prompt starts may spin afterwards
+# Threads that a first prompt starts may spin afterwards; and what is compiled at the first guess, drawn or not, is by then.
+_FIRST = tuple(Ask((1, 2, 3) * 8, 0, temperature, 32) for temperature in (0.0, 1.0))
 Key = tuple[str, int]  # name, draft tokens a step; 0 where there are none
 Run = Callable[[Sequence[Ask]], list[Stream]]
 
@@ -135,7 +136,8 @@ class Peers:
         for key, worker in started.items():
             try:
                 worker.wait_ready()
-                worker.run([_FIRST])
+                for ask in _FIRST:
+                    worker.run([ask])
             except WorkerError as error:
                 worker.close()
                 self._notes.add(f"left out: {error}")
@@ -237,7 +239,7 @@ def vllm_servers(setup: Setup, keys: Sequence[Key], streams: int) -> Iterator[di
                 try:
                     servers.wait_ready(server, process)
                     ready[key] = server
-                    asyncio.run(closed_loop(server, [_FIRST], 1))
+                    asyncio.run(closed_loop(server, _FIRST, 1))
                     notes.idle(server.model, idle_share(process.pid))
                 except TimeoutError as error:
                     notes.add(f"left out: {error}")
