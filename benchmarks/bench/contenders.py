@@ -108,6 +108,9 @@ def environment(place: Place) -> dict[str, str]:
         "VLLM_USE_AOT_COMPILE": "0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(len(place.peers)),
+        # vLLM's n-gram lookup: a thread of numba's for each core of the machine, on the cores that it has, waited for
+        # each other, on a busy machine for seconds.
+        "NUMBA_NUM_THREADS": str(len(place.peers)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": "",  # nothing of ours
     }
