@@ -24,7 +24,7 @@ def colours(rows: Sequence[Row]) -> dict[str, str]:
     names = [str(name) for name in distinct(rows, "contender")]
     ours = [name for name in names if name.startswith("paceline")]
     peers = {name: name.removesuffix("-served") for name in names if name not in ours}
-    kinds = list(dict.fromkeys(peers.values()))
+    kinds = sorted(set(peers.values()))
     return {name: _PEERS[kinds.index(kind) % len(_PEERS)] for name, kind in peers.items()} | {
         name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)
     }
