@@ -29,7 +29,8 @@ TRANSFORMERS, ASSISTED = "transformers", "transformers-assisted"
 CHAINS = (2, 3, 5)  # draft tokens a step that are tried with vLLM's methods
 _IDLE_SHARE = 0.1  # of a core: a worker that takes more while it waits disturbs the others
 _KV_GB = "1"
-_FIRST = Ask((1, 2, 3), 0, 0.0, 8)  # threads that a first prompt starts may spin afterwards
+# Threads that a first prompt starts may spin afterwards; and what is compiled at the first guess, drawn or not, is by then.
+_FIRST = tuple(Ask((1, 2, 3) * 8, 0, temperature, 32) for temperature in (0.0, 1.0))
 Key = tuple[str, int]  # name, draft tokens a step; 0 where there are none
 Run = Callable[[Sequence[Ask]], list[Stream]]
 
@@ -102,8 +103,14 @@ def environment(place: Place) -> dict[str, str]:
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.peers)),
         "VLLM_CPU_KVCACHE_SPACE": _KV_GB,
+        # vLLM 0.32 can't load what it compiled ahead of time for a CPU, and compiles again on every start; without it,
+        # the same compiler keeps its work by itself.
+        "VLLM_USE_AOT_COMPILE": "0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(len(place.peers)),
+        # vLLM's n-gram lookup: a thread of numba's for each core of the machine, on the cores that it has, waited for
+        # each other, on a busy machine for seconds.
+        "NUMBA_NUM_THREADS": str(len(place.peers)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": "",  # nothing of ours
     }
@@ -132,7 +139,8 @@ class Peers:
         for key, worker in started.items():
             try:
                 worker.wait_ready()
-                worker.run([_FIRST])
+                for ask in _FIRST:
+                    worker.run([ask])
             except WorkerError as error:
                 worker.close()
                 self._notes.add(f"left out: {error}")
@@ -234,7 +242,7 @@ def vllm_servers(setup: Setup, keys: Sequence[Key], streams: int) -> Iterator[di
                 try:
                     servers.wait_ready(server, process)
                     ready[key] = server
-                    asyncio.run(closed_loop(server, [_FIRST], 1))
+                    asyncio.run(closed_loop(server, _FIRST, 1))
                     notes.idle(server.model, idle_share(process.pid))
                 except TimeoutError as error:
                     notes.add(f"left out: {error}")

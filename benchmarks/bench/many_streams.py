@@ -47,6 +47,7 @@ def measure(
     keys = {t: [key for key in peers(best, t) if work.wants(key[0]) and key[0] in load.vllm] for t in work.temperatures}
     every = list(dict.fromkeys(key for some in keys.values() for key in some))
     pair, place = setup.pair, setup.place
+    share()  # of starting everybody
     with (
         servers.paceline(pair.target, pair.draft, place.cores, len(place.peers), setup.out) as ours,
         vllm_servers(setup, every, max(load.streams)) as theirs,
@@ -117,10 +118,16 @@ def take_turns(
             break
         asked = [asks[(number * streams + index) % len(asks)] for index in range(streams * load.each)]
         for name in rng.sample(sorted(loops), len(loops)):
-            time.sleep(SETTLE_S)
             rounds[name].append(loops[name](asked, streams))
+            settle(name)
         progress.advance(task)
     return {name: held[1:] for name, held in rounds.items()}
+
+
+def settle(name: str) -> None:
+    """vLLM's servers go on looking for work for a while: the next one waits until they sleep."""
+    if name.startswith(VLLM):
+        time.sleep(SETTLE_S)
 
 
 def requests_per_s(rounds: dict[str, list[Round]]) -> dict[str, float]:
@@ -146,10 +153,10 @@ def opened(
     for number, share in enumerate(load.rates):
         rate, found = round(share * full, 3), []
         for name in random.Random(number).sample(sorted(everybody), len(everybody)):
-            time.sleep(SETTLE_S)
             started = time.monotonic()
             streams = asyncio.run(open_loop(everybody[name], asks, rate, load.seconds, number))
             seconds = max(load.seconds, time.monotonic() - started)
+            settle(name)
             row = {"contender": name, "streams": OPEN, **common, "loop": "open", "rate": rate}
             tokens = sum(stream.count for stream in streams)
             row |= {"tokens_per_s": round(tokens / seconds, 1), "spread": None, "tokens": tokens}

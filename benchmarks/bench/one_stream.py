@@ -113,12 +113,16 @@ def probe_ours(held: Own, asks: Sequence[Ask], ends: frozenset[int], chains: Seq
 def measure(
     setup: Setup, work: Work, best: Best, share: Callable[[], float], progress: Progress
 ) -> Iterator[list[Row]]:
-    """The rows of one temperature after the other. share(): until when the next may take, on the monotonic clock."""
+    """The rows of one temperature after the other.
+
+    share(): until when the next part may take, on the monotonic clock. Starting everybody is one.
+    """
+    share()
     with own(setup, work.served) as held, Peers(setup) as peers:
         for temperature in work.temperatures:
-            deadline = share()
             asks = work.asks(temperature)
             workers = peers.bring(wanted(work, best, temperature))
+            deadline = share()
             reference = workers.get((TRANSFORMERS, 0))
             chain = probe_ours(
                 held, work.probes(temperature), work.ends, CHAINS if len(work.chains) > 1 else FEW_CHAINS
