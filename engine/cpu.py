@@ -154,7 +154,7 @@ class JoinedPart(torch.nn.Module):
 
 
 class FusedNorm(torch.nn.Module):
-    """RMSNorm in four operations: on CPUs `F.rms_norm` is made of eight, and a small model's step is mostly their overhead."""
+    """RMSNorm in four operations: on CPUs `F.rms_norm` is made of eight, and a small step is mostly their overhead."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()

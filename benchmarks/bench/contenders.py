@@ -200,7 +200,7 @@ def own(setup: Setup, with_server: bool) -> Iterator[Own]:
         if with_server:
             try:
                 found = stack.enter_context(
-                    servers.paceline(pair.target, pair.draft, place.cores, len(place.peers), out)
+                    servers.paceline(pair.target, pair.draft, place.cores, len(place.peers), out, servers.KV_TOKENS)
                 )
                 served = {name: over_http(found[model]) for name, model in SERVED.items()}
             except SystemExit as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from benchmarks.bench.servers import KV_TOKENS
 from benchmarks.bench.streams import Ask, Stream
 from benchmarks.pipeline import GROWING, start_sequential
 from cluster.actors import TargetActor, TargetConfig
@@ -77,7 +78,7 @@ class Pipelined:
     def __init__(self, target: Path, draft: Path, cores: Sequence[int]) -> None:
         places = ([Placement(cores=(cores[0],))], [Placement(cores=(cores[-1],))])
         self._cluster = LocalCluster(
-            TargetConfig(target, "float32", flush_s=0.0),
+            TargetConfig(target, "float32", kv_tokens=KV_TOKENS, flush_s=0.0),
             DraftConfig(draft, "float32"),
             placements=places,
             target_actor=TimedTarget,

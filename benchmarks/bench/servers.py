@@ -15,16 +15,19 @@ from benchmarks.server import free_port, get, serving
 
 _START_S, _STOP_S = 900.0, 60.0  # vLLM compiles; machines are slow now and then
 CONTEXT = 1024
+KV_TOKENS = 4096  # of each of our targets, for one stream: at 150M, what is meant for many would fill 24 GB
 PLAIN, DRAFTED = "plain", "drafted"  # the two models of our server
 
 
-def our_config(target: Path, draft: Path, cores: Sequence[int], threads: int) -> dict[str, Any]:
+def our_config(
+    target: Path, draft: Path, cores: Sequence[int], threads: int, kv_tokens: int | None = None
+) -> dict[str, Any]:
     """The target by itself, and with a draft beside it: two models of one server, of which one computes at a time.
 
-    threads: of the target by itself. With a draft, both have one core each.
+    threads: of the target by itself. With a draft, both have one core each. kv_tokens: of each target, if not the default.
     """
-    alone = {"checkpoint": str(target), "dtype": "float32", "lookup": 0}
-    paired = {"checkpoint": str(target), "dtype": "float32", "replicas": {"cores": [cores[0]]}}
+    both = {"checkpoint": str(target), "dtype": "float32"} | ({} if kv_tokens is None else {"kv_tokens": kv_tokens})
+    alone, paired = {**both, "lookup": 0}, {**both, "replicas": {"cores": [cores[0]]}}
     drafting = {"checkpoint": str(draft), "dtype": "float32", "host": "127.0.0.1", "replicas": {"cores": [cores[-1]]}}
     place = {"cores": list(cores[:threads]), "threads": threads}
     return {
@@ -36,9 +39,11 @@ def our_config(target: Path, draft: Path, cores: Sequence[int], threads: int) ->
 
 
 @contextmanager
-def paceline(target: Path, draft: Path, cores: Sequence[int], threads: int, out: Path) -> Iterator[dict[str, Server]]:
+def paceline(
+    target: Path, draft: Path, cores: Sequence[int], threads: int, out: Path, kv_tokens: int | None = None
+) -> Iterator[dict[str, Server]]:
     """`paceline serve`; where both of its models are."""
-    with serving(our_config(target, draft, cores, threads), out, start_s=_START_S) as url:
+    with serving(our_config(target, draft, cores, threads, kv_tokens), out, start_s=_START_S) as url:
         yield {name: Server(url, name) for name in (PLAIN, DRAFTED)}
 
 
