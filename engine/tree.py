@@ -37,18 +37,13 @@ class TokenTree:
 
     def __init__(self, root_token: int, capacity: int = 256) -> None:
         self.capacity = capacity
-        self.nodes = loops.Nodes(
-            parent=np.zeros(capacity, np.int32),
-            token=np.zeros(capacity, np.int32),
-            confidence=np.zeros(capacity, np.float32),
-            depth=np.zeros(capacity, np.int32),
-            probability=np.zeros(capacity, np.float32),
-            slot=np.zeros(capacity, np.int32),
-            expanded=np.zeros(capacity, np.bool_),
-            sent=np.zeros(capacity, np.bool_),
+        self.nodes = loops.make_nodes(capacity)
+        records = np.asarray(self.nodes)
+        self.parent, self.token, self.depth, self.slot = (
+            records[name] for name in ("parent", "token", "depth", "slot")
         )
-        self.parent, self.token, self.confidence, self.depth, self.probability = self.nodes[:5]
-        self.slot, self.expanded, self.sent = self.nodes[5:]
+        self.confidence, self.probability = records["confidence"], records["probability"]
+        self.expanded, self.sent = records["expanded"], records["sent"]
         self.reset(root_token)
 
     def reset(self, root_token: int) -> None:
@@ -130,7 +125,8 @@ class TokenTree:
 
         probability: [size], never larger at a child than at its parent.
         """
-        return loops.best(probability, count)
+        values: FloatArray = np.ascontiguousarray(probability)
+        return loops.best(values, count)
 
     def unsent(self, count: int) -> IntArray:
         """Those of the `count` most probable nodes that the other side was not told of."""
