@@ -135,13 +135,32 @@ def graft(
     for i in range(len(parents)):
         before = places[parents[i]] if parents[i] >= 0 else (-2 if to_go else 0)
         if before >= 0:
-            places[i] = add(nodes, size, before, tokens[i], confidences[i])
+            sure = confidences[i] > 1
+            places[i] = add(nodes, size, before, tokens[i], 1.0 if sure else confidences[i])
             size = max(size, places[i] + 1)
         elif before == _GONE or committed[-2 - before] != tokens[i]:
             places[i] = _GONE
         else:
             places[i] = 0 if -1 - before == to_go else before - 1
     return size
+
+
+@compiled
+def hang(nodes: Nodes, size: int, tokens: IntArray, confidences: FloatArray) -> int:
+    """The new size; see TokenTree.hang."""
+    node = 0
+    for i in range(len(tokens)):
+        node = add(nodes, size, node, tokens[i], confidences[i])
+        if node < 0:
+            break
+        size = max(size, node + 1)
+    return size
+
+
+@compiled
+def all_known(tokens: IntArray, vocab_size: int) -> bool:
+    """Whether every token is one of the vocabulary."""
+    return bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
 @compiled
@@ -171,6 +190,29 @@ def visible(nodes: Nodes, size: int, rows: IntArray, columns: IntArray) -> BoolA
                 out[row, place[node]] = True
             node = nodes.parent[node]
     return out
+
+
+@compiled
+def rows(nodes: Nodes, size: int, verified: IntArray) -> tuple[IntArray, IntArray, BoolArray]:
+    """See TokenTree.rows."""
+    own = np.zeros(1 + len(verified), np.int32)
+    own[1:] = verified
+    return nodes.token[own], nodes.depth[own], visible(nodes, size, own, own)
+
+
+@compiled
+def walk(nodes: Nodes, verified: IntArray, chosen: IntArray) -> tuple[IntArray, bool]:
+    """See engine.verify."""
+    rows = np.zeros(1 + len(verified), np.int32)
+    node, count, refused = 0, 1, False
+    for i in range(len(verified)):
+        if nodes.parent[verified[i]] == node:
+            if nodes.token[verified[i]] == chosen[rows[count - 1]]:
+                rows[count] = i + 1
+                node, count, refused = verified[i], count + 1, False
+            else:
+                refused = True
+    return rows[:count], refused
 
 
 @compiled
@@ -233,8 +275,8 @@ def piece(nodes: Nodes, size: int, chosen: IntArray) -> tuple[IntArray, IntArray
 
 
 @compiled
-def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, IntArray, IntArray]:
-    """The new size, 0 where the tokens lead out of the tree; the slots along the path; the slots that were freed.
+def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, int, IntArray, IntArray]:
+    """The new size, 0 where the tokens lead out of the tree; the root's children; slots along the path; freed slots.
 
     What hangs below the last of the tokens is renumbered: no node moves back.
     """
@@ -260,7 +302,7 @@ def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, IntArray, In
             count += 1
     if count:
         _replant(nodes, count)
-    return count, path_slots[:taken], freed[:lost]
+    return count, (nodes.parent[1:count] == 0).sum(), path_slots[:taken], freed[:lost]
 
 
 @compiled

@@ -53,21 +53,16 @@ class NgramIndex:
         return 0, []
 
 
-def hang(tree: TokenTree, tokens: Sequence[int], confidences: Sequence[float]) -> None:
-    """Adds a chain below the root."""
-    parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-    tree.graft([], parents, np.asarray(tokens, np.int32), np.asarray(confidences, np.float32))
-
-
 class Earned:
     """How often lookups were right lately, by whether the session is greedy and by the length of the match."""
 
     def __init__(self) -> None:
         self._right = {greedy: [_TRUST] * (_LONGEST_SHARED + 1) for greedy in (True, False)}
 
-    def confidence(self, greedy: bool, matched: int) -> float:
-        """That a token is right which followed a match of so many tokens."""
-        return self._right[greedy][matched]
+    def confidences(self, greedy: bool, matched: int, longest: int, count: int) -> list[float]:
+        """That each of `count` tokens is right which followed a match of so many tokens: it grows with them to `longest`."""
+        right = self._right[greedy]
+        return [right[min(matched + depth, longest)] for depth in range(count)]
 
     def learn(self, greedy: bool, matched: int, right: bool) -> None:
         """A lookup was right, or not."""
@@ -115,10 +110,9 @@ class Lookup:
         if self._count:
             matched, tokens = self._find()
             self._guess = (matched, tokens[0]) if tokens else None
-            earned = self._earned.confidence
-            confidences = [earned(self._greedy, min(matched + depth, self._longest)) for depth in range(len(tokens))]
+            confidences = self._earned.confidences(self._greedy, matched, self._longest, len(tokens))
             if tokens and confidences[0] > _DOUBTFUL:
-                hang(tree, tokens, confidences)
+                tree.hang(tokens, confidences)
 
 
 class _Session:
