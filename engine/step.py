@@ -1,5 +1,6 @@
 """One target step: run the sequences' rows, let the target choose, walk each tree, commit what was accepted."""
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -192,8 +193,8 @@ class Stepper:
         return self._with_states(plans, outcomes, counts) if self._states else outcomes
 
     def _check_finite(self, plans: Seq[Plan], logits: torch.Tensor, counts: list[int]) -> None:
-        finite = torch.isfinite(logits.sum(-1))
-        if not bool(finite.all()):
+        if not math.isfinite(logits.sum().item()):
+            finite = torch.isfinite(logits.sum(-1))
             for plan, part in zip(plans, finite.split(counts), strict=True):
                 if not bool(part.all()):
                     self.runner.pool.wipe(plan.sequence.lease)

@@ -157,12 +157,13 @@ class TokenTree:
 
     def commit(self, tokens: Sequence[int]) -> Moved:
         """Moves the root along newly committed `tokens` (at least one) and keeps only what hangs below it."""
-        size, children, path_slots, freed_slots = loops.commit(self.nodes, self.size, _ids(tokens))
+        size, children, slots, along = loops.commit(self.nodes, self.size, _ids(tokens))
         if size == 0:
             self.reset(tokens[-1])
         else:
             self.size = size
-        return Moved(tuple(path_slots.tolist()), tuple(freed_slots.tolist()), size > 0, children)
+        held: list[int] = slots.tolist()
+        return Moved(tuple(held[:along]), tuple(held[along:]), size > 0, children)
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant of the arrays holds."""

@@ -275,34 +275,34 @@ def piece(nodes: Nodes, size: int, chosen: IntArray) -> tuple[IntArray, IntArray
 
 
 @compiled
-def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, int, IntArray, IntArray]:
-    """The new size, 0 where the tokens lead out of the tree; the root's children; slots along the path; freed slots.
+def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, int, IntArray, int]:
+    """The new size, 0 where the tokens lead out of the tree; the root's children; slots along the path and freed ones, and
+    how many of them are along the path.
 
     What hangs below the last of the tokens is renumbered: no node moves back.
     """
     along = path(nodes, size, tokens)
-    path_slots = np.empty(len(along), np.int32)
+    slots = np.empty(len(along) + size, np.int32)
     taken = 0
     while taken < len(along) and nodes.slot[along[taken]] != NO_SLOT:
-        path_slots[taken] = nodes.slot[along[taken]]
+        slots[taken] = nodes.slot[along[taken]]
         nodes.slot[along[taken]] = NO_SLOT  # the path's KV belongs to the committed prefix now
         taken += 1
     root = along[-1] if len(along) == len(tokens) else size
     index = np.full(size, _GONE, np.int32)  # where each node goes
-    freed = np.empty(size, np.int32)
-    lost = count = 0
+    count, held = 0, taken
     for i in range(size):
         stays = i == root or (i > root and index[nodes.parent[i]] != _GONE)
         if nodes.slot[i] != NO_SLOT and (not stays or i == root):
-            freed[lost] = nodes.slot[i]
-            lost += 1
+            slots[held] = nodes.slot[i]
+            held += 1
         if stays:
             index[i] = count
             _move(nodes, i, count, index[nodes.parent[i]] if count else -1)
             count += 1
     if count:
         _replant(nodes, count)
-    return count, (nodes.parent[1:count] == 0).sum(), path_slots[:taken], freed[:lost]
+    return count, (nodes.parent[1:count] == 0).sum(), slots[:held], taken
 
 
 @compiled

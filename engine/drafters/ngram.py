@@ -40,16 +40,17 @@ class NgramIndex:
 
         path: as if the text went on with these.
         """
-        tokens = self._tokens
+        tokens, ends, longest = self._tokens, self._ends, self._longest
         for end in range(self._indexed + 1, len(tokens)):
-            for n in range(1, min(self._longest, end) + 1):
-                self._ends[tuple(tokens[end - n : end])] = end
+            gram = tuple(tokens[max(0, end - longest) : end])
+            for start in range(len(gram)):
+                ends[gram[start:]] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
-        last = [*tokens[-self._longest :], *path][-self._longest :]
-        for n in range(len(last), 0, -1):
-            end = self._ends.get(tuple(last[-n:]), 0)
+        last = (*tokens[-longest:], *path)[-longest:]
+        for start in range(len(last)):
+            end = ends.get(last[start:], 0)
             if end:
-                return n, tokens[end : end + count]
+                return len(last) - start, tokens[end : end + count]
         return 0, []
 
 
