@@ -41,7 +41,8 @@ class Running:
     session: int = -1  # on the drafts, while it is in the batch
     started: bool = False  # it was in the batch before
     turn: int = 0  # when its prefix was last worked on
-    buffered: list[tuple[int, Origin]] = field(default_factory=list)  # what the client did not get yet
+    buffered: list[int] = field(default_factory=list)  # tokens that the client did not get yet
+    origins: list[Origin] = field(default_factory=list)  # of the buffered tokens
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
     flushed: float = 0.0  # seconds: when it last got something
 
@@ -52,11 +53,9 @@ class Running:
 
     def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
         """A chunk of everything buffered."""
-        tokens = tuple(token for token, _ in self.buffered)
-        origins = tuple(origin for _, origin in self.buffered)
-        logprobs = tuple(self.logprobs)
-        self.buffered.clear()
-        self.logprobs.clear()
+        tokens, origins, logprobs = tuple(self.buffered), tuple(self.origins), tuple(self.logprobs)
+        for part in (self.buffered, self.origins, self.logprobs):
+            part.clear()
         return TokenChunk(self.submitted.request.request_id, tokens, origins, reason, error, logprobs)
 
 

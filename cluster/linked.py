@@ -45,9 +45,9 @@ class LinkedDrafts:
                 started = time.monotonic()
                 for message in messages:
                     self._state.received(draft, message)
-                self._heard = self._heard or any(isinstance(message, Growth) for message in messages)
-                nodes = sum(len(message.tokens) for message in messages if isinstance(message, Growth))
-                self._trace.add("growth", started, nodes)
+                grown = [len(message.tokens) for message in messages if isinstance(message, Growth)]
+                self._heard = self._heard or bool(grown)
+                self._trace.add("growth", started, sum(grown))
             if not alive:
                 del self._links[draft]
                 self._state.draft_left(draft)

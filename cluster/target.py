@@ -28,7 +28,7 @@ from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request
-from engine.types import Down, FinishReason, GenerationRequest, Origin, TokenChunk, Up, require
+from engine.types import Down, FinishReason, GenerationRequest, TokenChunk, Up, require
 from engine.window_choice import OFF, NamedWindows, check_window
 
 logger = logging.getLogger(__name__)
@@ -291,8 +291,9 @@ class TargetReplica:
             if running.window != OFF:
                 self._own.committed(running.session, plan, outcome)
             self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
-        origins: list[Origin] = ["draft" if i < outcome.accepted else "target" for i in range(len(outcome.tokens))]
-        running.buffered += zip(outcome.tokens, origins, strict=True)
+        running.buffered += outcome.tokens
+        running.origins += ["draft"] * outcome.accepted
+        running.origins += ["target"] * (len(outcome.tokens) - outcome.accepted)
         running.logprobs += outcome.logprobs
         reason = running.sequence.finish_reason
         if reason is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.drafters.ngram import Earned, Lookup
 from engine.prefix import HandleChain
 from engine.tree import ROOT, TokenTree
+from engine.tree_loops import all_known
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
@@ -215,14 +216,9 @@ class TargetState:
     def _graft(self, growth: Growth) -> bool:
         """Merges growth into its session's mirror; whether anything of it fitted."""
         held = self._sessions.get(growth.session)
-        if held is None or not held.chain.names(growth.base) or not self._sane(growth):
+        if held is None or not held.chain.names(growth.base) or not all_known(growth.tokens, self._vocab_size):
             return False
         committed = held.tokens[growth.base.length :]
-        confidences = growth.confidences.clip(0.0, 1.0)
-        grafted = held.mirror.graft(committed, growth.parents, growth.tokens, confidences)
+        grafted = held.mirror.graft(committed, growth.parents, growth.tokens, growth.confidences)
         self.counters.grown += grafted
         return grafted > 0
-
-    def _sane(self, growth: Growth) -> bool:
-        tokens = growth.tokens
-        return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from engine.kv import SCRATCH_SLOT, KVPool, Lease
 from engine.types import BoolArray, IntArray
 
+_ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
 _KEY_BUCKET = 64  # invariant mode: a row at position p attends over p + 1 keys rounded up to this
 
 
@@ -46,7 +47,7 @@ def chain_rows(lease: Lease, start: int, tokens: Sequence[int], wanted: int | No
         positions=range(start, start + n),
         slots=slots,
         tree_slots=slots,
-        visible=np.tri(n, dtype=np.bool_),
+        visible=_ITSELF if n == 1 else np.tri(n, dtype=np.bool_),
         wanted=n - 1 if wanted is None else wanted,
     )
 

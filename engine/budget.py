@@ -29,6 +29,7 @@ _REACH = 1.5  # a step that took longer, or shorter, than this times what was be
 _ENOUGH_NEWS = 16  # observations, each of which changes little, before the table of costs is made anew
 _TRUSTED = 100  # observations; more don't make a time surer
 _MEMORY = 2000.0  # trials per cell that are remembered
+_NOTHING = np.zeros(0, np.int32)  # no nodes
 
 
 class Calibration:
@@ -227,7 +228,7 @@ class GoodputWindow:
         owners = np.repeat(np.arange(len(trees)), [tree.size - 1 for tree in trees])
         counts = np.bincount(owners[order[:chosen]], minlength=len(trees))
         return [
-            tree.best(min(count, MAX_WINDOW), part)
+            tree.best(min(count, MAX_WINDOW), part) if count else _NOTHING
             for tree, count, part in zip(trees, counts.tolist(), reach, strict=True)
         ]
 

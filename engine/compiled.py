@@ -1,7 +1,10 @@
 """Loops over small arrays, compiled to machine code by numba: what runs between two forward passes has to be short."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, TypeVar
+
+import numpy as np
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -21,3 +24,11 @@ def compiled(function: F) -> F:
     except RuntimeError:  # no folder to keep it in: numba has no class for this
         made = njit()(function)
     return made  # type: ignore[no-any-return]
+
+
+def with_fields(records: Any) -> Any:
+    """An array of records as functions that may be compiled take it, with its fields as attributes.
+
+    numba finds those by itself, and takes a plain array in a fifth of the time.
+    """
+    return records if find_spec("numba") is not None else records.view(np.recarray)

@@ -1,5 +1,6 @@
 """One target step: run the sequences' rows, let the target choose, walk each tree, commit what was accepted."""
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ from engine.kv import KVPool, Lease
 from engine.processors import Paths, check_known, make_processors
 from engine.runner import ModelRunner
 from engine.text import OutputText
-from engine.tree import ROOT, TokenTree
+from engine.tree import TokenTree
 from engine.types import (
     FinishReason,
     GenerationRequest,
@@ -188,12 +189,12 @@ class Stepper:
         stop = 0
         for plan, rows, count in zip(plans, batch, counts, strict=True):
             own = slice(stop, stop := stop + count)
-            outcomes.append(self._commit(plan, rows, logits[own], choices[own], margins[own]))
+            outcomes.append(self._commit(plan, rows, own, logits, choices, margins))
         return self._with_states(plans, outcomes, counts) if self._states else outcomes
 
     def _check_finite(self, plans: Seq[Plan], logits: torch.Tensor, counts: list[int]) -> None:
-        finite = torch.isfinite(logits.sum(-1))
-        if not bool(finite.all()):
+        if not math.isfinite(logits.sum().item()):
+            finite = torch.isfinite(logits.sum(-1))
             for plan, part in zip(plans, finite.split(counts), strict=True):
                 if not bool(part.all()):
                     self.runner.pool.wipe(plan.sequence.lease)
@@ -222,57 +223,58 @@ class Stepper:
 
     def _tree_rows(self, sequence: Sequence, tree: TokenTree, nodes: IntArray) -> SequenceRows:
         start = sequence.computed
-        rows = np.concatenate([np.zeros(1, np.int32), nodes])
-        slots = sequence.lease.slots[start : start + len(rows)]
-        known = np.clip(tree.token[nodes], 0, self.runner.vocab_size - 1)  # an unknown id is never chosen, but is run
+        tokens, depths, visible = tree.rows(nodes)
+        slots = sequence.lease.slots[start : start + len(tokens)]
+        last = self.runner.vocab_size - 1
         return SequenceRows(
             lease=sequence.lease,
             prefix=start,
-            tokens=[sequence.tokens[-1], *known.tolist()],
-            positions=[start + depth for depth in tree.depth[rows].tolist()],
+            tokens=[min(max(token, 0), last) for token in tokens.tolist()],  # an unknown id is never chosen, but is run
+            positions=[start + depth for depth in depths.tolist()],
             slots=slots,
             tree_slots=slots,
-            visible=tree.visible(rows, rows),
+            visible=visible,
         )
 
     def _commit(
-        self, plan: Plan, rows: SequenceRows, logits: torch.Tensor, choices: list[int], margins: list[float]
+        self, plan: Plan, rows: SequenceRows, own: slice, logits: torch.Tensor, choices: IntArray, margins: list[float]
     ) -> Outcome:
-        """Walks, moves the accepted tokens' KV into place. logits, choices, margins: of the plan's wanted rows."""
-        sequence = plan.sequence
-        if len(choices) == 0:
+        """Walks, moves the accepted tokens' KV into place. own: the plan's part of all wanted rows."""
+        sequence, chosen = plan.sequence, choices[own]
+        if len(chosen) == 0:
             sequence.advance(sequence.computed + len(rows.tokens))
             return Outcome(sequence, [], 0, 0, [], [])
-        nodes = [ROOT] if len(choices) == 1 or plan.nodes is None else [ROOT, *plan.nodes.tolist()]
-        row_of = {node: row for row, node in enumerate(nodes)}
-        tokens, path = choices[:1], []
-        if plan.tree is not None and len(nodes) > 1:
-            tokens = walk(plan.tree, set(nodes[1:]), lambda node: choices[row_of[node]])
-            path = plan.tree.along(tokens[:-1])
+        walked, path, refused = [0], [], False  # rows, nodes
+        if plan.tree is not None and plan.nodes is not None and len(chosen) > 1:
+            walked, refused = walk(plan.tree, plan.nodes, chosen)
+            path = [int(plan.nodes[row - 1]) for row in walked[1:]]
+        told: list[int] = chosen.tolist()
+        tokens = [told[row] for row in walked]
         taken = sequence.append([token for token in tokens if token != _NONE])
         if tokens[-1] == _NONE and sequence.finish_reason is None:
             sequence.fail("no token is allowed here: the grammar, bad words and min_tokens exclude each other")
         accepted = min(len(path), len(taken))
-        base = sequence.computed + len(rows.tokens) - len(choices)  # position of the root
-        if accepted:
-            moved = [base + row_of[node] for node in path[:accepted]]
-            slots = sequence.lease.slots
-            self.runner.pool.move(slots[moved].tolist(), slots[base + 1 : base + 1 + accepted].tolist())
+        base = sequence.computed + len(rows.tokens) - len(chosen)  # position of the root
+        self._move(sequence.lease, base, walked[1 : 1 + accepted])
         sequence.advance(base + 1 + accepted)
-        walked = [row_of[node] for node in [ROOT, *path]][: len(taken)]
+        walked = walked[: len(taken)]
         count = sequence.request.params.logprobs
-        likely = sampling.logprobs(logits[walked], taken, count) if count is not None and taken else []
-        kept = [margins[row] for row in walked] if margins else []
-        end = path[-1] if path else ROOT
-        refused = plan.tree is not None and len(nodes) > 1 and bool((plan.tree.parent[nodes[1:]] == end).any())
-        return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely, choices)
+        likely = sampling.logprobs(logits[own][walked], taken, count) if count is not None and taken else []
+        kept = [margins[own][row] for row in walked] if margins else []
+        return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely, told)
+
+    def _move(self, lease: Lease, base: int, accepted: list[int]) -> None:
+        """Copies the KV of accepted rows behind the root's, at position `base`; a chain's stands there."""
+        if accepted and accepted[-1] != len(accepted):
+            slots = lease.slots[base:]
+            self.runner.pool.move(slots[accepted].tolist(), slots[1 : 1 + len(accepted)].tolist())
 
     def _choose(
         self, plans: Seq[Plan], batch: list[SequenceRows], logits: torch.Tensor, counts: list[int]
-    ) -> tuple[list[int], list[float]]:
-        """The target's token after each wanted row, or _NONE, and their margins when they are asked for."""
+    ) -> tuple[IntArray, list[float]]:
+        """The target's token after each wanted row [n], or _NONE, and their margins when they are asked for."""
         if len(logits) == 0:
-            return [], []
+            return np.zeros(0, np.int32), []
         processed: list[torch.Tensor] | None = None
         if any(plan.sequence.processors is not None for plan in plans):
             processed = list(logits.split(counts))
@@ -281,15 +283,14 @@ class Stepper:
                     processed[i] = plan.sequence.processors.apply(processed[i], _paths(batch[i]))
             logits = torch.cat(processed)
         params = [plan.sequence.request.params for plan, count in zip(plans, counts, strict=True) for _ in range(count)]
-        positions = [position + 1 for rows in batch for position in rows.positions[rows.wanted :]]
         keys = None
         if any(row.temperature > 0 for row in params):
+            positions = [position + 1 for rows in batch for position in rows.positions[rows.wanted :]]
             places = [(row.seed, position) for row, position in zip(params, positions, strict=True)]
             keys = noise.keys_of(places, logits.device)
-        choices: list[int] = sampling.choose(logits, params, keys).tolist()
+        choices = sampling.choose(logits, params, keys)
         if processed is not None:
-            possible = (logits.amax(-1) > -torch.inf).tolist()
-            choices = [choice if any_left else _NONE for choice, any_left in zip(choices, possible, strict=True)]
+            choices[(logits.amax(-1) == -torch.inf).cpu().numpy()] = _NONE
         margins: list[float] = sampling.margins(logits, params, keys).tolist() if self._margins else []
         return choices, margins
 

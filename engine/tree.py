@@ -37,18 +37,13 @@ class TokenTree:
 
     def __init__(self, root_token: int, capacity: int = 256) -> None:
         self.capacity = capacity
-        self.nodes = loops.Nodes(
-            parent=np.zeros(capacity, np.int32),
-            token=np.zeros(capacity, np.int32),
-            confidence=np.zeros(capacity, np.float32),
-            depth=np.zeros(capacity, np.int32),
-            probability=np.zeros(capacity, np.float32),
-            slot=np.zeros(capacity, np.int32),
-            expanded=np.zeros(capacity, np.bool_),
-            sent=np.zeros(capacity, np.bool_),
+        self.nodes = loops.make_nodes(capacity)
+        records = np.asarray(self.nodes)
+        self.parent, self.token, self.depth, self.slot = (
+            records[name] for name in ("parent", "token", "depth", "slot")
         )
-        self.parent, self.token, self.confidence, self.depth, self.probability = self.nodes[:5]
-        self.slot, self.expanded, self.sent = self.nodes[5:]
+        self.confidence, self.probability = records["confidence"], records["probability"]
+        self.expanded, self.sent = records["expanded"], records["sent"]
         self.reset(root_token)
 
     def reset(self, root_token: int) -> None:
@@ -110,6 +105,10 @@ class TokenTree:
         """Which of the nodes `columns` are on the path to each of `rows`, itself included: [rows, columns]."""
         return loops.visible(self.nodes, self.size, _ids(rows), _ids(columns))
 
+    def rows(self, nodes: IntArray) -> tuple[IntArray, IntArray, BoolArray]:
+        """Of the root and `nodes`: tokens and depths [1 + n], and `visible` of each by each."""
+        return loops.rows(self.nodes, self.size, nodes)
+
     def path(self, tokens: Sequence[int]) -> int:
         """The node reached from the root along `tokens`, or -1."""
         nodes = self.along(tokens)
@@ -130,12 +129,14 @@ class TokenTree:
 
         probability: [size], never larger at a child than at its parent.
         """
-        return loops.best(probability, count)
+        values: FloatArray = np.ascontiguousarray(probability)
+        return loops.best(values, count)
 
     def unsent(self, count: int) -> IntArray:
         """Those of the `count` most probable nodes that the other side was not told of."""
         nodes = self.best(count, self.probability[: self.size])
-        return nodes[~self.sent[nodes]]
+        unsent: IntArray = nodes[~self.sent[nodes]]
+        return unsent
 
     def piece(self, nodes: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
         """`nodes` with their ancestors as (parents, tokens, confidences), each [n]: parents are indices, -1 the root."""
@@ -144,21 +145,25 @@ class TokenTree:
     def graft(self, committed: Sequence[int], parents: IntArray, tokens: IntArray, confidences: FloatArray) -> int:
         """Merges a piece that was rooted before the `committed` tokens; returns how many nodes are new.
 
-        What doesn't begin with the committed tokens is dropped.
+        What doesn't begin with the committed tokens is dropped. A confidence above 1 counts as 1.
         """
         old = self.size
         self.size = loops.graft(self.nodes, old, _ids(committed), _ids(parents), _ids(tokens), confidences)
         return self.size - old
 
+    def hang(self, tokens: Sequence[int], confidences: Sequence[float]) -> None:
+        """Adds a chain below the root, each token as by `add`."""
+        self.size = loops.hang(self.nodes, self.size, _ids(tokens), np.asarray(confidences, np.float32))
+
     def commit(self, tokens: Sequence[int]) -> Moved:
         """Moves the root along newly committed `tokens` (at least one) and keeps only what hangs below it."""
-        size, path_slots, freed_slots = loops.commit(self.nodes, self.size, _ids(tokens))
-        moved = tuple(path_slots.tolist()), tuple(freed_slots.tolist())
+        size, children, slots, along = loops.commit(self.nodes, self.size, _ids(tokens))
         if size == 0:
             self.reset(tokens[-1])
-            return Moved(*moved, hit=False, children=0)
-        self.size = size
-        return Moved(*moved, hit=True, children=int((self.parent[1:size] == ROOT).sum()))
+        else:
+            self.size = size
+        held: list[int] = slots.tolist()
+        return Moved(tuple(held[:along]), tuple(held[along:]), size > 0, children)
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant of the arrays holds."""

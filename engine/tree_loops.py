@@ -1,10 +1,10 @@
 """The loops of `engine.tree`, over its arrays. Parents stand before children, so one pass forward is always enough."""
 
-from typing import NamedTuple
+from typing import Protocol, cast
 
 import numpy as np
 
-from engine.compiled import compiled
+from engine.compiled import compiled, with_fields
 from engine.types import BoolArray, FloatArray, IntArray
 
 NO_SLOT = -1
@@ -12,8 +12,11 @@ _GONE = -1
 _TINY = 1e-30  # nothing is divided by less
 
 
-class Nodes(NamedTuple):
-    """The arrays of a tree, each [capacity]; what they mean stands at `engine.tree.TokenTree`."""
+class Nodes(Protocol):
+    """A tree's nodes as one array of records, each field [capacity]; what they mean stands at `engine.tree.TokenTree`.
+
+    One array, since every array that is handed to a compiled function costs a quarter of a microsecond.
+    """
 
     parent: IntArray
     token: IntArray
@@ -23,6 +26,20 @@ class Nodes(NamedTuple):
     slot: IntArray
     expanded: BoolArray
     sent: BoolArray
+
+
+_NODE = np.dtype(
+    {
+        "names": ["parent", "token", "confidence", "depth", "probability", "slot", "expanded", "sent"],
+        "formats": [np.int32, np.int32, np.float32, np.int32, np.float32, np.int32, np.bool_, np.bool_],
+    },
+    align=True,
+)
+
+
+def make_nodes(capacity: int) -> Nodes:
+    """Room for so many."""
+    return cast(Nodes, with_fields(np.zeros(capacity, _NODE)))
 
 
 @compiled
@@ -118,13 +135,32 @@ def graft(
     for i in range(len(parents)):
         before = places[parents[i]] if parents[i] >= 0 else (-2 if to_go else 0)
         if before >= 0:
-            places[i] = add(nodes, size, before, tokens[i], confidences[i])
+            sure = confidences[i] > 1
+            places[i] = add(nodes, size, before, tokens[i], 1.0 if sure else confidences[i])
             size = max(size, places[i] + 1)
         elif before == _GONE or committed[-2 - before] != tokens[i]:
             places[i] = _GONE
         else:
             places[i] = 0 if -1 - before == to_go else before - 1
     return size
+
+
+@compiled
+def hang(nodes: Nodes, size: int, tokens: IntArray, confidences: FloatArray) -> int:
+    """The new size; see TokenTree.hang."""
+    node = 0
+    for i in range(len(tokens)):
+        node = add(nodes, size, node, tokens[i], confidences[i])
+        if node < 0:
+            break
+        size = max(size, node + 1)
+    return size
+
+
+@compiled
+def all_known(tokens: IntArray, vocab_size: int) -> bool:
+    """Whether every token is one of the vocabulary."""
+    return bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
 @compiled
@@ -154,6 +190,29 @@ def visible(nodes: Nodes, size: int, rows: IntArray, columns: IntArray) -> BoolA
                 out[row, place[node]] = True
             node = nodes.parent[node]
     return out
+
+
+@compiled
+def rows(nodes: Nodes, size: int, verified: IntArray) -> tuple[IntArray, IntArray, BoolArray]:
+    """See TokenTree.rows."""
+    own = np.zeros(1 + len(verified), np.int32)
+    own[1:] = verified
+    return nodes.token[own], nodes.depth[own], visible(nodes, size, own, own)
+
+
+@compiled
+def walk(nodes: Nodes, verified: IntArray, chosen: IntArray) -> tuple[IntArray, bool]:
+    """See engine.verify."""
+    rows = np.zeros(1 + len(verified), np.int32)
+    node, count, refused = 0, 1, False
+    for i in range(len(verified)):
+        if nodes.parent[verified[i]] == node:
+            if nodes.token[verified[i]] == chosen[rows[count - 1]]:
+                rows[count] = i + 1
+                node, count, refused = verified[i], count + 1, False
+            else:
+                refused = True
+    return rows[:count], refused
 
 
 @compiled
@@ -216,34 +275,34 @@ def piece(nodes: Nodes, size: int, chosen: IntArray) -> tuple[IntArray, IntArray
 
 
 @compiled
-def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, IntArray, IntArray]:
-    """The new size, 0 where the tokens lead out of the tree; the slots along the path; the slots that were freed.
+def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, int, IntArray, int]:
+    """The new size, 0 where the tokens lead out of the tree; the root's children; slots along the path and freed ones, and
+    how many of them are along the path.
 
     What hangs below the last of the tokens is renumbered: no node moves back.
     """
     along = path(nodes, size, tokens)
-    path_slots = np.empty(len(along), np.int32)
+    slots = np.empty(len(along) + size, np.int32)
     taken = 0
     while taken < len(along) and nodes.slot[along[taken]] != NO_SLOT:
-        path_slots[taken] = nodes.slot[along[taken]]
+        slots[taken] = nodes.slot[along[taken]]
         nodes.slot[along[taken]] = NO_SLOT  # the path's KV belongs to the committed prefix now
         taken += 1
     root = along[-1] if len(along) == len(tokens) else size
     index = np.full(size, _GONE, np.int32)  # where each node goes
-    freed = np.empty(size, np.int32)
-    lost = count = 0
+    count, held = 0, taken
     for i in range(size):
         stays = i == root or (i > root and index[nodes.parent[i]] != _GONE)
         if nodes.slot[i] != NO_SLOT and (not stays or i == root):
-            freed[lost] = nodes.slot[i]
-            lost += 1
+            slots[held] = nodes.slot[i]
+            held += 1
         if stays:
             index[i] = count
             _move(nodes, i, count, index[nodes.parent[i]] if count else -1)
             count += 1
     if count:
         _replant(nodes, count)
-    return count, path_slots[:taken], freed[:lost]
+    return count, (nodes.parent[1:count] == 0).sum(), slots[:held], taken
 
 
 @compiled

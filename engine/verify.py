@@ -1,21 +1,15 @@
 """Verification is one walk: follow the child that equals the target's own token, stop when there is none."""
 
-from collections.abc import Callable
+from engine import tree_loops as loops
+from engine.tree import TokenTree
+from engine.types import IntArray
 
-from engine.tree import ROOT, TokenTree
 
+def walk(tree: TokenTree, verified: IntArray, chosen: IntArray) -> tuple[list[int], bool]:
+    """The rows along the walk, the root's first, and whether children of the last one were verified and refused.
 
-def walk(tree: TokenTree, verified: set[int], chosen: Callable[[int], int]) -> list[int]:
-    """The target's tokens along the tree: the accepted draft tokens, then the target's own next token.
-
-    verified: the nodes that were in the target's step (with their ancestors); chosen(node): the target's token after that
-    node, asked for the root and for accepted nodes only.
+    verified: the nodes that were in the target's step, in index order: row 0 is the root's, row i + 1 that of verified[i].
+    chosen: the target's token after each row, [1 + verified]; those of the walked rows are what is committed.
     """
-    node = ROOT
-    tokens: list[int] = []
-    while True:
-        token = chosen(node)
-        tokens.append(token)
-        node = tree.child(node, token)
-        if node not in verified:  # -1 where there is no such child
-            return tokens
+    rows, refused = loops.walk(tree.nodes, verified, chosen)
+    return rows.tolist(), refused

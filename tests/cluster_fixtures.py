@@ -159,7 +159,8 @@ class World:
         """One target step over the whole mirror; whether that held anything."""
         tree, tokens = self.target.mirror(session), self.tokens[session]
         paths = [tree.token[tree.lineage(node)][1:].tolist() for node in range(tree.size)]
-        chosen = walk(tree, set(range(1, tree.size)), lambda node: truth([*tokens, *paths[node]]))
+        choices = np.asarray([truth([*tokens, *path]) for path in paths], np.int32)
+        chosen = choices[walk(tree, np.arange(1, tree.size, dtype=np.int32), choices)[0]].tolist()
         tokens += chosen
         held_any = self.target.hit(session)
         self.target.tokens_committed(session, chosen)

@@ -199,6 +199,10 @@ def grown(*nodes: tuple[int, int, float], capacity: int = 64) -> TokenTree:
     return tree
 
 
+def ids(*values: int) -> IntArray:
+    return np.asarray(values, np.int32)
+
+
 def arrays(parents: Sequence[int], tokens: Sequence[int]) -> tuple[IntArray, IntArray, np.ndarray]:
     return np.asarray(parents, np.int32), np.asarray(tokens, np.int32), np.full(len(parents), 0.5, np.float32)
 
@@ -264,15 +268,16 @@ def test_check_finds_a_broken_array(name: str) -> None:
 
 def test_the_walk_ends_at_the_first_token_that_is_no_child() -> None:
     tree = grown((0, 5, 0.5), (1, 6, 0.5), (0, 7, 0.5))
-    chosen = {0: 5, 1: 6, 2: 9}
-    assert walk(tree, {1, 2, 3}, chosen.__getitem__) == [5, 6, 9]
-    assert walk(tree, {1, 2, 3}, {0: 8}.__getitem__) == [8]
-    assert walk(tree, set(), {0: 5}.__getitem__) == [5]
+    assert walk(tree, ids(1, 2, 3), ids(5, 6, 9, 5)) == ([0, 1, 2], False)
+    assert walk(tree, ids(1, 2, 3), ids(7, 6, 9, 5)) == ([0, 3], False)
+    assert walk(tree, ids(1, 2, 3), ids(5, 8, 9, 5)) == ([0, 1], True)
+    assert walk(tree, ids(1, 2, 3), ids(8, 6, 9, 5)) == ([0], True)
+    assert walk(tree, ids(), ids(5)) == ([0], False)
 
 
 def test_the_walk_does_not_pass_a_node_that_was_not_verified() -> None:
     tree = grown((0, 5, 0.5), (1, 6, 0.5))
-    assert walk(tree, {2}, {0: 5, 2: 9}.__getitem__) == [5]
+    assert walk(tree, ids(2), ids(5, 9)) == ([0], False)
 
 
 def test_many_children_are_added_as_one_by_one() -> None:

@@ -21,7 +21,7 @@ from engine.drafters import Drafter
 from engine.elastic import ElasticSequence
 from engine.kv import KVPool, Lease
 from engine.prefix import HandleChain
-from engine.tree import ROOT, TokenTree
+from engine.tree import TokenTree
 from engine.types import Down, GenerationRequest, IntArray, Origin, TokenChunk, Up
 from engine.verify import walk
 
@@ -246,19 +246,19 @@ class SimulatedTarget:
         script, sequence, stats = self._scripts[name], running.sequence, self.stats
         done = len(sequence.tokens) - len(script.request.prompt)
         left = script.output[done:]
-        verified = set(nodes.tolist())
-        tokens = walk(tree, verified, lambda node: left[depth] if (depth := int(tree.depth[node])) < len(left) else -1)
-        path = tree.along(tokens[:-1])
+        verified = len(nodes) > 0
+        chosen = [left[depth] if depth < len(left) else -1 for depth in (0, *tree.depth[nodes].tolist())]
+        rows, refused = walk(tree, nodes, np.asarray(chosen, np.int32))
+        tokens, path = [chosen[row] for row in rows], [int(nodes[row - 1]) for row in rows[1:]]
         taken = sequence.append([token for token in tokens if token >= 0])
         sequence.advance(len(sequence.tokens) - 1)
         accepted = min(len(path), len(taken))
-        end = path[-1] if path else ROOT
-        stats.tried += accepted + bool(verified and (tree.parent[nodes] == end).any())
+        stats.tried += accepted + refused
         stats.accepted += accepted
         stats.tokens += len(taken)
         stats.sequence_steps += 1
         stats.verified += len(nodes)
-        stats.drafted += bool(verified)
+        stats.drafted += verified
         stats.empty += not verified and self._state.attached(running.session)
         if verified:
             self._window.observe(tree, nodes, path)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engine.drafters.ngram import hang
 from engine.drafters.votes import NOTHING, hang_votes
 from engine.tree import ROOT, Moved, TokenTree
 from engine.types import IntArray, SamplingParams
@@ -121,7 +120,7 @@ class JacobiDrafter:
             votes = np.asarray(list(seen.values()), np.float32)
             hang_votes(held.tree, rows, votes, self._nodes, np.full(GRAM - 1, _POOLED, np.float32))
             self._fill(held)
-            hang(held.tree, [trail[-1] for trail in held.guess], [_GUESSED] * self._length)
+            held.tree.hang([trail[-1] for trail in held.guess], [_GUESSED] * self._length)
         return grown
 
     def _fill(self, held: _Session) -> None:

@@ -40,23 +40,18 @@ class NgramIndex:
 
         path: as if the text went on with these.
         """
-        tokens = self._tokens
+        tokens, ends, longest = self._tokens, self._ends, self._longest
         for end in range(self._indexed + 1, len(tokens)):
-            for n in range(1, min(self._longest, end) + 1):
-                self._ends[tuple(tokens[end - n : end])] = end
+            gram = tuple(tokens[max(0, end - longest) : end])
+            for start in range(len(gram)):
+                ends[gram[start:]] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
-        last = [*tokens[-self._longest :], *path][-self._longest :]
-        for n in range(len(last), 0, -1):
-            end = self._ends.get(tuple(last[-n:]), 0)
+        last = (*tokens[-longest:], *path)[-longest:]
+        for start in range(len(last)):
+            end = ends.get(last[start:], 0)
             if end:
-                return n, tokens[end : end + count]
+                return len(last) - start, tokens[end : end + count]
         return 0, []
-
-
-def hang(tree: TokenTree, tokens: Sequence[int], confidences: Sequence[float]) -> None:
-    """Adds a chain below the root."""
-    parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-    tree.graft([], parents, np.asarray(tokens, np.int32), np.asarray(confidences, np.float32))
 
 
 class Earned:
@@ -65,9 +60,10 @@ class Earned:
     def __init__(self) -> None:
         self._right = {greedy: [_TRUST] * (_LONGEST_SHARED + 1) for greedy in (True, False)}
 
-    def confidence(self, greedy: bool, matched: int) -> float:
-        """That a token is right which followed a match of so many tokens."""
-        return self._right[greedy][matched]
+    def confidences(self, greedy: bool, matched: int, longest: int, count: int) -> list[float]:
+        """That each of `count` tokens is right which followed a match of so many tokens: it grows with them to `longest`."""
+        right = self._right[greedy]
+        return [right[min(matched + depth, longest)] for depth in range(count)]
 
     def learn(self, greedy: bool, matched: int, right: bool) -> None:
         """A lookup was right, or not."""
@@ -115,10 +111,9 @@ class Lookup:
         if self._count:
             matched, tokens = self._find()
             self._guess = (matched, tokens[0]) if tokens else None
-            earned = self._earned.confidence
-            confidences = [earned(self._greedy, min(matched + depth, self._longest)) for depth in range(len(tokens))]
+            confidences = self._earned.confidences(self._greedy, matched, self._longest, len(tokens))
             if tokens and confidences[0] > _DOUBTFUL:
-                hang(tree, tokens, confidences)
+                tree.hang(tokens, confidences)
 
 
 class _Session:

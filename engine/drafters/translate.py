@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import tree_loops as loops
 from engine.drafters import Drafter
-from engine.drafters.ngram import hang
 from engine.kv import PoolExhausted
 from engine.tree import ROOT, Moved, TokenTree
 from engine.types import SamplingParams
@@ -148,7 +147,7 @@ class OtherTokenizerDrafter:
             return
         guess = pieces[-1][len(held.text) : len(held.text) + ends[-1]]
         ids, stops = self._as_targets(held, guess)
-        hang(held.tree, ids, _shared_out(stops, ends, confidences))
+        held.tree.hang(ids, _shared_out(stops, ends, confidences))
 
     def _as_targets(self, held: _Session, guess: str) -> tuple[list[int], list[int]]:
         """A guess as the target's tokens, and where in it each one ends.
