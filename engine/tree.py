@@ -78,12 +78,20 @@ class TokenTree:
         self.size = int(added[-1])
         return [int(node) for node in added[:-1]]
 
-    def expand(self, nodes: Sequence[int], tokens: IntArray, confidences: FloatArray, overrule: bool = False) -> None:
+    def expand(
+        self,
+        nodes: Sequence[int],
+        tokens: IntArray,
+        confidences: FloatArray,
+        overrule: bool = False,
+        least: float = 0.0,
+    ) -> None:
         """Adds the children of each of `nodes`, each as by `add`; tokens and confidences are [nodes, children].
 
-        overrule: children that were there already get the new confidences too, or 0.
+        overrule: children that were there already get the new confidences too, or 0. least: children behind the first of
+        each node that have less confidence are left out.
         """
-        self.size = loops.expand(self.nodes, self.size, _ids(nodes), tokens, confidences)
+        self.size = loops.expand(self.nodes, self.size, _ids(nodes), tokens, confidences, least)
         if overrule:
             loops.overrule(self.nodes, self.size, _ids(nodes), tokens, confidences)
 
@@ -120,6 +128,11 @@ class TokenTree:
         nodes: list[int] = loops.path(self.nodes, self.size, _ids(tokens)).tolist()
         return nodes
 
+    def likeliest(self, most: int, least: float) -> list[int]:
+        """Up to `most` tokens along the most confident children, as long as the path's probability is at least `least`."""
+        tokens: list[int] = loops.likeliest(self.nodes, self.size, most, least).tolist()
+        return tokens
+
     def frontier(self, count: int, max_depth: int) -> list[int]:
         """Up to `count` nodes whose children are not computed yet, the most probable first."""
         nodes: list[int] = loops.frontier(self.nodes, self.size, count, max_depth).tolist()
@@ -152,13 +165,13 @@ class TokenTree:
 
     def commit(self, tokens: Sequence[int]) -> Moved:
         """Moves the root along newly committed `tokens` (at least one) and keeps only what hangs below it."""
-        size, path_slots, freed_slots = loops.commit(self.nodes, self.size, _ids(tokens))
+        size, children, path_slots, freed_slots = loops.commit(self.nodes, self.size, _ids(tokens))
         moved = tuple(path_slots.tolist()), tuple(freed_slots.tolist())
         if size == 0:
             self.reset(tokens[-1])
             return Moved(*moved, hit=False, children=0)
         self.size = size
-        return Moved(*moved, hit=True, children=int((self.parent[1:size] == ROOT).sum()))
+        return Moved(*moved, hit=True, children=int(children))
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant of the arrays holds."""

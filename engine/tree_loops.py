@@ -60,12 +60,13 @@ def add_many(nodes: Nodes, size: int, parents: IntArray, tokens: IntArray, confi
 
 
 @compiled
-def expand(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, confidences: FloatArray) -> int:
+def expand(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, confidences: FloatArray, least: float) -> int:
     """The new size; see TokenTree.expand."""
     for row in range(len(expanded)):
         nodes.expanded[expanded[row]] = True
         for i in range(tokens.shape[1]):
-            size = max(size, 1 + add(nodes, size, expanded[row], tokens[row, i], confidences[row, i]))
+            if i == 0 or not confidences[row, i] < least:
+                size = max(size, 1 + add(nodes, size, expanded[row], tokens[row, i], confidences[row, i]))
     return size
 
 
@@ -138,6 +139,23 @@ def path(nodes: Nodes, size: int, tokens: IntArray) -> IntArray:
             return found[:i]
         found[i] = node
     return found
+
+
+@compiled
+def likeliest(nodes: Nodes, size: int, most: int, least: float) -> IntArray:
+    """See TokenTree.likeliest."""
+    tokens = np.empty(most, np.int32)
+    node = 0
+    for depth in range(most):
+        best = -1
+        for i in range(node + 1, size):
+            if nodes.parent[i] == node and (best < 0 or nodes.confidence[i] > nodes.confidence[best]):
+                best = i
+        if best < 0 or nodes.probability[best] < least:
+            return tokens[:depth]
+        tokens[depth] = nodes.token[best]
+        node = best
+    return tokens
 
 
 @compiled
@@ -216,8 +234,8 @@ def piece(nodes: Nodes, size: int, chosen: IntArray) -> tuple[IntArray, IntArray
 
 
 @compiled
-def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, IntArray, IntArray]:
-    """The new size, 0 where the tokens lead out of the tree; the slots along the path; the slots that were freed.
+def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, int, IntArray, IntArray]:
+    """The new size, 0 where the tokens lead out of the tree; the new root's children; the slots along the path; those freed.
 
     What hangs below the last of the tokens is renumbered: no node moves back.
     """
@@ -231,7 +249,7 @@ def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, IntArray, In
     root = along[-1] if len(along) == len(tokens) else size
     index = np.full(size, _GONE, np.int32)  # where each node goes
     freed = np.empty(size, np.int32)
-    lost = count = 0
+    lost = count = children = 0
     for i in range(size):
         stays = i == root or (i > root and index[nodes.parent[i]] != _GONE)
         if nodes.slot[i] != NO_SLOT and (not stays or i == root):
@@ -240,10 +258,11 @@ def commit(nodes: Nodes, size: int, tokens: IntArray) -> tuple[int, IntArray, In
         if stays:
             index[i] = count
             _move(nodes, i, count, index[nodes.parent[i]] if count else -1)
+            children += nodes.parent[count] == 0
             count += 1
     if count:
         _replant(nodes, count)
-    return count, path_slots[:taken], freed[:lost]
+    return count, children, path_slots[:taken], freed[:lost]
 
 
 @compiled
