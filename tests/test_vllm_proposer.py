@@ -156,6 +156,8 @@ def test_proposals_over_grpc_are_mostly_right_also_after_the_service_was_replace
                 proposals = Proposals(options(address))
                 closing.callback(proposals.close)
             until(lambda: connected(proposals, 1), "the service is found")  # noqa: B023
+            # Its first steps load what was compiled, which takes longer than a whole text where the machine is busy.
+            until(lambda: any(proposals.propose([row(*prompts[0])], [True])), "it drafts")  # noqa: B023
             engine = Engine(prompts, texts)
             engine.run(proposals)
             assert engine.accepted > 0.5 * engine.proposed > 0
