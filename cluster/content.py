@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cluster.target_state import TargetState
-from engine.tree import ROOT, TokenTree
 from engine.types import IntArray, SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0)  # vLLM takes drafts as certain: the likeliest token is the one to propose
@@ -26,7 +25,8 @@ class _Session:
 
     def begins(self, row: IntArray) -> bool:
         """Whether the row's text is this one, or goes on from it."""
-        return self.length <= len(row) and bool(np.array_equal(self.tokens[: self.length], row[: self.length]))
+        # Bytes are compared with far less ado than arrays, and this is done for every row in every step.
+        return self.length <= len(row) and self.tokens[: self.length].tobytes() == row[: self.length].tobytes()
 
     def grow(self, row: IntArray) -> list[int]:
         """Takes the row's text; the tokens that are new."""
@@ -35,7 +35,8 @@ class _Session:
         new = row[self.length :]
         self.tokens[self.length : len(row)] = new
         self.length = len(row)
-        return [int(token) for token in new]
+        tokens: list[int] = new.tolist()
+        return tokens
 
 
 @dataclass
@@ -88,7 +89,7 @@ class ContentSessions:
         if found < 0:
             if len(self._held) >= self.most and not self._make_room(now):
                 return -1
-            found = self.state.session_opened([int(token) for token in row], _GREEDY)
+            found = self.state.session_opened(row.tolist(), _GREEDY)
             self._held[found] = _Session(found, np.array(row, np.int32), len(row), now)
             return found
         if new := self._held[found].grow(row):
@@ -109,21 +110,3 @@ class ContentSessions:
     def _give_up(self, session: int) -> None:
         del self._held[session]
         self.state.session_closed(session)
-
-
-def likeliest(tree: TokenTree, most: int, least: float) -> list[int]:
-    """Up to `most` tokens along the most confident children, as long as the path's probability is at least `least`.
-
-    A mirror's probabilities say how sure the draft is of a path; verifying what hardly ever holds costs the target a row.
-    """
-    node = ROOT
-    tokens: list[int] = []
-    while len(tokens) < most:
-        children = np.flatnonzero(tree.parent[: tree.size] == node)
-        if not len(children):
-            break
-        node = int(children[np.argmax(tree.confidence[children])])
-        if tree.probability[node] < least:
-            break
-        tokens.append(int(tree.token[node]))
-    return tokens

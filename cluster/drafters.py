@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from cluster.draft_state import MOST_TOLD
 from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
 from cluster.remote_drafter import RemoteDrafter
@@ -30,6 +31,8 @@ from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer
 
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
+_TOLD_FOR_CHAINS = 64
+_LEAST_FOR_CHAINS = 0.02  # confidence of a child; less likely ones would only fill the tree, which has to be deep
 _DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
 
 
@@ -50,6 +53,7 @@ class DraftConfig:
     documents: Path | None = None  # a text file, or a folder of them
     tokenizer: Path | None = None  # folder with the target's; none: the model's own, which the target shares
     shared: int = SHARED  # tokens of earlier outputs that all sessions may draft from
+    chains: bool = False  # its targets verify one chain of tokens a step, as vLLM does, and no trees
     inner: str | None = None  # "host:port" of the draft service that drafts for a cascade's model; none: lookup does
 
     @property
@@ -57,6 +61,14 @@ class DraftConfig:
         """Of the model that it is served as, or else of the drafter."""
         drafter = "suffix" if self.drafter == "auto" else self.drafter
         return self.served_as or (self.model.name if self.model is not None else drafter)
+
+    @property
+    def most_told(self) -> int:
+        """Nodes of a session that are worth telling: where chains are verified, a step may end anywhere along one.
+
+        What follows each such end has to be there already, to the length of a chain.
+        """
+        return _TOLD_FOR_CHAINS if self.chains else MOST_TOLD
 
 
 def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
@@ -102,6 +114,7 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
         shared=config.shared if automatic else 0,
         max_depth=length if targets is None else length + _DEEPER,
         overrule=cascade or config.growing.overrule,
+        least=max(config.growing.least, _LEAST_FOR_CHAINS) if config.chains else config.growing.least,
     )
     drafter: Drafter = ModelDrafter(runner, growing, own)
     if cascade:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.content import ContentSessions, likeliest
+from cluster.content import ContentSessions
 from cluster.grpc_link import ClientLink, connect
 from cluster.link import LinkError
 from cluster.target_state import TargetState
@@ -82,7 +82,8 @@ class RemoteProposer:
         """
         if self._proposals is None:
             return [[] for _ in sampled_token_ids]
-        rows = [token_ids_cpu[i, : int(num_tokens_no_spec[i])] for i in range(len(sampled_token_ids))]
+        lengths = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        rows = [np.asarray(token_ids_cpu[i, :length], np.int32) for i, length in enumerate(lengths)]
         try:
             return self._proposals.propose(rows, [bool(sampled) for sampled in sampled_token_ids])
         except Exception:  # whatever it is, vLLM goes on without drafts
@@ -132,7 +133,10 @@ def _answers() -> bool:
 
 
 class Proposals:
-    """Sessions by content, links to draft services, and what the mirrors hold. One thread calls `propose`."""
+    """Sessions by content, links to draft services, and what the mirrors hold. One thread calls `propose`.
+
+    Another one takes growth in when it comes, while the engine's step runs: `propose` finds the mirrors ready.
+    """
 
     def __init__(self, options: ProposerOptions) -> None:
         """Connects in the background, again and again as services come and go."""
@@ -143,36 +147,40 @@ class Proposals:
         self._sessions = ContentSessions(self._state)
         self._links: dict[int, ClientLink] = {}
         self._next_link = 0
+        self._changed = threading.Condition()  # guards all of the above; told when something was received
         self._made: queue.SimpleQueue[ClientLink] = queue.SimpleQueue()
         self._arrived = threading.Event()  # something can be received
         self._connected: dict[str, ClientLink] = {}  # by address; the connecting thread's
         self._closing = threading.Event()
-        self._connecting = threading.Thread(target=self._keep_connected, name="paceline-connect", daemon=True)
-        self._connecting.start()
+        self._threads = [
+            threading.Thread(target=self._keep_connected, name="paceline-connect", daemon=True),
+            threading.Thread(target=self._keep_receiving, name="paceline-receive", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def propose(self, rows: Sequence[IntArray], sampled: Sequence[bool]) -> list[list[int]]:
         """rows: all tokens of each sequence, committed now. sampled: whether it decodes; others get no proposal."""
         started = time.monotonic()
-        self._receive()
-        sessions = self._sessions.follow(rows, started)
-        self._send()
-        wanted = [session for session, decodes in zip(sessions, sampled, strict=True) if decodes and session >= 0]
-        wait_started = time.monotonic()
-        self._wait(wanted)
-        waited_s = time.monotonic() - wait_started
-        proposals = [
-            self._proposal(session) if decodes and session >= 0 else []
-            for session, decodes in zip(sessions, sampled, strict=True)
-        ]
+        with self._changed:
+            if self._arrived.is_set():
+                self._receive()
+            sessions = self._sessions.follow(rows, started)
+            self._send()
+            wanted = [session for session, decodes in zip(sessions, sampled, strict=True) if decodes and session >= 0]
+            waited_s = self._wait(wanted)
+            proposals = [
+                self._proposal(session) if decodes and session >= 0 else []
+                for session, decodes in zip(sessions, sampled, strict=True)
+            ]
         self.times.append((time.monotonic() - started, waited_s))
         return proposals
 
     def follow(self, addresses: Sequence[str]) -> dict[str, int]:
-        """See RemoteProposer.follow. On the thread that calls `propose`."""
+        """See RemoteProposer.follow."""
         self._addresses = tuple(addresses)
-        self._receive()
-        self._send()
-        return {"drafts": self.drafts, **asdict(self._state.counters)}
+        with self._changed:
+            return {"drafts": self.drafts, **asdict(self._state.counters)}
 
     @property
     def drafts(self) -> int:
@@ -182,28 +190,28 @@ class Proposals:
     def close(self) -> None:
         """Ends all links."""
         self._closing.set()
-        self._connecting.join()
+        self._arrived.set()
+        for thread in self._threads:
+            thread.join()
         self._join_new()
         for link in self._links.values():
             link.close()
         self._links.clear()
 
     def _proposal(self, session: int) -> list[int]:
-        return likeliest(self._state.mirror(session), self._options.most, self._options.least)
+        """A mirror's probabilities say how sure the draft is; verifying what hardly ever holds costs the engine a row."""
+        return self._state.mirror(session).likeliest(self._options.most, self._options.least)
 
-    def _wait(self, sessions: Sequence[int]) -> None:
-        """A bounded time for growth where nothing at all could be proposed: one row's miss holds up no other's hit."""
-        deadline = time.monotonic() + self._options.wait_s
-        attached = [session for session in sessions if self._state.attached(session)]
-        if len(attached) < len(sessions):
-            return
-        while attached and not any(self._state.hit(session) for session in attached):
-            self._arrived.clear()
-            self._receive()
-            left = deadline - time.monotonic()
-            if any(self._state.hit(session) for session in attached) or left <= 0 or not self._arrived.wait(left):
-                return
-            self._receive()
+    def _wait(self, sessions: Sequence[int]) -> float:
+        """A bounded time for growth where nothing at all could be proposed: one row's miss holds up no other's hit.
+
+        Returns the seconds it took.
+        """
+        if not sessions or any(self._state.hit(session) or not self._state.attached(session) for session in sessions):
+            return 0.0
+        started = time.monotonic()
+        self._changed.wait_for(lambda: any(map(self._state.hit, sessions)), self._options.wait_s)
+        return time.monotonic() - started
 
     def _join_new(self) -> None:
         with suppress(queue.Empty):
@@ -214,7 +222,18 @@ class Proposals:
                 self._state.draft_joined(self._next_link)
                 self._next_link += 1
 
+    def _keep_receiving(self) -> None:
+        while True:
+            self._arrived.wait()
+            if self._closing.is_set():
+                return
+            with self._changed:
+                self._receive()
+                self._send()
+                self._changed.notify_all()
+
     def _receive(self) -> None:
+        self._arrived.clear()  # before looking: what comes meanwhile is told again
         self._join_new()
         for draft, link in list(self._links.items()):
             alive = link.alive
@@ -239,5 +258,6 @@ class Proposals:
                 with suppress(LinkError):  # not there yet, or not any more
                     self._connected[address] = connect(address, _CONNECT_TIMEOUT_S)
                     self._made.put(self._connected[address])
+                    self._arrived.set()
                     logger.info("drafts come from %s", address)
             self._closing.wait(_LOOK_EVERY_S)

@@ -131,6 +131,7 @@ def draft_config(model: ModelOptions, options: DraftOptions, shared: int = SHARE
         documents=options.documents,
         tokenizer=model.target.checkpoint,
         shared=shared,
+        chains=model.target.engine == "vllm",
     )
 
 

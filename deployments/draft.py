@@ -52,6 +52,7 @@ class DraftOptions:
             documents=self.documents,
             tokenizer=self.tokenizer,
             weights=self.weights,
+            chains=True,
             inner=self.inner,
         )
 
@@ -93,7 +94,7 @@ def run_draft(options: DraftOptions, console: Console) -> None:
     placement.apply_to_process()
     with console.status("loading the draft"):
         drafter = make_drafter(options.config, placement)
-    replica = DraftReplica(drafter, placement)
+    replica = DraftReplica(drafter, placement, options.config.most_told)
     try:
         server = DraftServer(options.host, options.port, replica.add_link)
         console.print(

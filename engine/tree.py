@@ -73,12 +73,20 @@ class TokenTree:
         self.size = int(added[-1])
         return [int(node) for node in added[:-1]]
 
-    def expand(self, nodes: Sequence[int], tokens: IntArray, confidences: FloatArray, overrule: bool = False) -> None:
+    def expand(
+        self,
+        nodes: Sequence[int],
+        tokens: IntArray,
+        confidences: FloatArray,
+        overrule: bool = False,
+        least: float = 0.0,
+    ) -> None:
         """Adds the children of each of `nodes`, each as by `add`; tokens and confidences are [nodes, children].
 
-        overrule: children that were there already get the new confidences too, or 0.
+        overrule: children that were there already get the new confidences too, or 0. least: children behind the first of
+        each node that have less confidence are left out.
         """
-        self.size = loops.expand(self.nodes, self.size, _ids(nodes), tokens, confidences)
+        self.size = loops.expand(self.nodes, self.size, _ids(nodes), tokens, confidences, least)
         if overrule:
             loops.overrule(self.nodes, self.size, _ids(nodes), tokens, confidences)
 
@@ -118,6 +126,11 @@ class TokenTree:
         """The nodes along `tokens` from the root, as far as they are there."""
         nodes: list[int] = loops.path(self.nodes, self.size, _ids(tokens)).tolist()
         return nodes
+
+    def likeliest(self, most: int, least: float) -> list[int]:
+        """Up to `most` tokens along the most confident children, as long as the path's probability is at least `least`."""
+        tokens: list[int] = loops.likeliest(self.nodes, self.size, most, least).tolist()
+        return tokens
 
     def frontier(self, count: int, max_depth: int) -> list[int]:
         """Up to `count` nodes whose children are not computed yet, the most probable first."""

@@ -77,12 +77,13 @@ def add_many(nodes: Nodes, size: int, parents: IntArray, tokens: IntArray, confi
 
 
 @compiled
-def expand(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, confidences: FloatArray) -> int:
+def expand(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, confidences: FloatArray, least: float) -> int:
     """The new size; see TokenTree.expand."""
     for row in range(len(expanded)):
         nodes.expanded[expanded[row]] = True
         for i in range(tokens.shape[1]):
-            size = max(size, 1 + add(nodes, size, expanded[row], tokens[row, i], confidences[row, i]))
+            if i == 0 or not confidences[row, i] < least:
+                size = max(size, 1 + add(nodes, size, expanded[row], tokens[row, i], confidences[row, i]))
     return size
 
 
@@ -174,6 +175,23 @@ def path(nodes: Nodes, size: int, tokens: IntArray) -> IntArray:
             return found[:i]
         found[i] = node
     return found
+
+
+@compiled
+def likeliest(nodes: Nodes, size: int, most: int, least: float) -> IntArray:
+    """See TokenTree.likeliest."""
+    tokens = np.empty(most, np.int32)
+    node = 0
+    for depth in range(most):
+        best = -1
+        for i in range(node + 1, size):
+            if nodes.parent[i] == node and (best < 0 or nodes.confidence[i] > nodes.confidence[best]):
+                best = i
+        if best < 0 or nodes.probability[best] < least:
+            return tokens[:depth]
+        tokens[depth] = nodes.token[best]
+        node = best
+    return tokens
 
 
 @compiled

@@ -304,3 +304,12 @@ def test_unsent_nodes_are_told_when_they_are_among_the_best() -> None:
     tree.commit([2])
     assert tree.unsent(2).tolist() == []
     assert grown((0, 1, 0.6)).unsent(2).tolist() == [1]
+
+
+def test_children_that_are_hardly_likely_are_left_out_but_never_the_first() -> None:
+    tree = TokenTree(0)
+    tokens = np.asarray([[7, 8, 9], [5, 6, 4]], np.int32)
+    tree.expand([ROOT], tokens[:1], np.asarray([[0.6, 0.3, 0.01]], np.float32), least=0.02)
+    assert tree.token[1 : tree.size].tolist() == [7, 8]
+    tree.expand([1], tokens[1:], np.asarray([[0.01, 0.01, 0.01]], np.float32), least=0.02)
+    assert tree.token[1 : tree.size].tolist() == [7, 8, 5]

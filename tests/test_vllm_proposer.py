@@ -3,11 +3,12 @@
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
-from cluster.content import ContentSessions, likeliest
+from cluster.content import ContentSessions
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
@@ -78,9 +79,9 @@ def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> N
     parents = np.asarray([-1, -1, 1, 2], np.int32)
     tree.graft([], parents, row(7, 8, 9, 10), np.asarray([0.2, 0.7, 0.5, 0.1], np.float32))
     assert tree.token[ROOT] == 0
-    assert likeliest(tree, 5, 0.3) == [8, 9]
-    assert likeliest(tree, 5, 0.0) == [8, 9, 10]
-    assert likeliest(tree, 1, 0.0) == [8]
+    assert tree.likeliest(5, 0.3) == [8, 9]
+    assert tree.likeliest(5, 0.0) == [8, 9, 10]
+    assert tree.likeliest(1, 0.0) == [8]
 
 
 @pytest.mark.parametrize("text", ["9100", ":9100", "host:", "host:x", "host:70000"])
@@ -129,8 +130,15 @@ def options(*addresses: str, wait_s: float = 0.003) -> ProposerOptions:
     return ProposerOptions(addresses, MOST, VOCAB, wait_s)
 
 
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    """Ends what a test started also when it fails: threads that are left keep pytest from ending."""
+    with ExitStack() as stack:
+        yield stack
+
+
 def test_proposals_over_grpc_are_mostly_right_also_after_the_service_was_replaced(
-    target: ModelRunner, draft: ModelRunner
+    target: ModelRunner, draft: ModelRunner, closing: ExitStack
 ) -> None:
     prompts = exact.load_prompts(3)
     requests = exact.make_requests(prompts, 0.0, TOKENS)
@@ -138,20 +146,37 @@ def test_proposals_over_grpc_are_mostly_right_also_after_the_service_was_replace
     address = ""
     proposals = None
     for _ in range(2):  # the second service takes the first one's place
-        replica = DraftReplica(ModelDrafter(draft))
-        server = DraftServer("127.0.0.1", int(address.rpartition(":")[2] or 0), replica.add_link)
-        address = server.address
-        proposals = proposals or Proposals(options(address))
-        until(lambda: connected(proposals, 1), "the service is found")  # noqa: B023
-        engine = Engine(prompts, texts)
-        engine.run(proposals)
-        assert engine.accepted > 0.5 * engine.proposed > 0
-        server.stop()
-        replica.close()
+        with ExitStack() as service:
+            replica = DraftReplica(ModelDrafter(draft))
+            service.callback(replica.close)
+            server = DraftServer("127.0.0.1", int(address.rpartition(":")[2] or 0), replica.add_link)
+            service.callback(server.stop)
+            address = server.address
+            if proposals is None:
+                proposals = Proposals(options(address))
+                closing.callback(proposals.close)
+            until(lambda: connected(proposals, 1), "the service is found")  # noqa: B023
+            # Its first steps load what was compiled, which takes longer than a whole text where the machine is busy.
+            until(lambda: any(proposals.propose([row(*prompts[0])], [True])), "it drafts")  # noqa: B023
+            engine = Engine(prompts, texts)
+            engine.run(proposals)
+            assert engine.accepted > 0.5 * engine.proposed > 0
         until(lambda: connected(proposals, 0), "its end is noticed")  # noqa: B023
         Engine(prompts, texts).run(proposals)  # without any service: no drafts, no error
-    assert proposals is not None
-    proposals.close()
+
+
+def test_growth_is_taken_in_while_the_engine_steps(draft: ModelRunner, closing: ExitStack) -> None:
+    replica = DraftReplica(ModelDrafter(draft))
+    closing.callback(replica.close)
+    server = DraftServer("127.0.0.1", 0, replica.add_link)
+    closing.callback(server.stop)
+    proposals = Proposals(options(server.address, wait_s=0.0))
+    closing.callback(proposals.close)
+    until(lambda: connected(proposals, 1), "the service is found")
+    assert proposals.propose([row(1, 2, 3)], [True]) == [[]]  # asked, and not waited for
+    until(lambda: proposals.follow([server.address])["grown"] > 0, "growth is in the mirror")
+    [proposal] = proposals.propose([row(1, 2, 3)], [True])
+    assert proposal
 
 
 def connected(proposals: Proposals | None, services: int) -> bool:
@@ -160,20 +185,20 @@ def connected(proposals: Proposals | None, services: int) -> bool:
     return proposals.drafts == services
 
 
-def test_a_service_that_never_answers_stalls_a_step_no_longer_than_told() -> None:
+def test_a_service_that_never_answers_stalls_a_step_no_longer_than_told(closing: ExitStack) -> None:
     silent = DraftServer("127.0.0.1", 0, lambda link: None)  # takes streams, and says nothing
+    closing.callback(silent.stop)
     proposals = Proposals(options(silent.address, wait_s=0.05))
+    closing.callback(proposals.close)
     until(lambda: connected(proposals, 1), "the service is found")
     started = time.monotonic()
     assert proposals.propose([row(1, 2, 3), row(4, 5)], [True, True]) == [[], []]
     assert 0.05 <= time.monotonic() - started < PATIENCE_S
     assert proposals.propose([row(1, 2, 3), row(4, 5)], [False, False]) == [[], []]
-    proposals.close()
-    silent.stop()
 
 
-def test_a_port_that_is_taken_is_told(draft: ModelRunner) -> None:
+def test_a_port_that_is_taken_is_told(closing: ExitStack) -> None:
     held = DraftServer("127.0.0.1", 0, lambda link: None)
+    closing.callback(held.stop)
     with pytest.raises(LinkError, match="cannot listen"):
         DraftServer("127.0.0.1", int(held.address.rpartition(":")[2]), lambda link: None)
-    held.stop()

@@ -34,6 +34,7 @@ class Growing:
 
     rows: int = 8  # nodes expanded per draft step, all sessions together
     children: int = 6  # kept of each expanded node
+    least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
     max_depth: int = 12  # below the root
     max_nodes: int = 256  # per session
     prefill_chunk: int = 64  # prefix tokens per session and draft step
@@ -258,11 +259,14 @@ class ModelDrafter:
         if any(session.processors for session in held):
             logits = self._process(places, logits)
         keys = self._keys(places) if any(row.temperature > 0 for row in params) else None
-        tokens, confidences = sampling.propose(logits, params, keys, self._growing.children)
+        growing = self._growing
+        tokens, confidences = sampling.propose(logits, params, keys, growing.children)
         for session, group in groupby(enumerate(places), key=lambda place: place[1][0]):
             rows, nodes = map(list, zip(*((row, node) for row, (_, node) in group), strict=True))
             if nodes[0] >= 0:  # a prefix that is still incomplete is alone, and has no node
-                self._sessions[session].tree.expand(nodes, tokens[rows], confidences[rows], self._growing.overrule)
+                self._sessions[session].tree.expand(
+                    nodes, tokens[rows], confidences[rows], growing.overrule, growing.least
+                )
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, ids unknown to this model as another: a wrong guess, not an error."""
