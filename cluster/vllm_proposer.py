@@ -82,14 +82,14 @@ class RemoteProposer:
         """
         if self._proposals is None:
             return [[] for _ in sampled_token_ids]
-        lengths = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
-        rows = [np.asarray(token_ids_cpu[i, :length], np.int32) for i, length in enumerate(lengths)]
         try:
+            lengths = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+            rows = [np.asarray(token_ids_cpu[i, :length], np.int32) for i, length in enumerate(lengths)]
             return self._proposals.propose(rows, [bool(sampled) for sampled in sampled_token_ids])
         except Exception:  # whatever it is, vLLM goes on without drafts
             logger.exception("no drafts from now on")
-            self._proposals.close()
-            self._proposals = None
+            failed, self._proposals = self._proposals, None
+            threading.Thread(target=failed.close, name="paceline-close", daemon=True).start()  # no step waits for that
             return [[] for _ in sampled_token_ids]
 
     def follow(self, addresses: Sequence[str]) -> dict[str, int]:
@@ -147,7 +147,8 @@ class Proposals:
         self._sessions = ContentSessions(self._state)
         self._links: dict[int, ClientLink] = {}
         self._next_link = 0
-        self._changed = threading.Condition()  # guards all of the above; told when something was received
+        self._failed: Exception | None = None  # of the thread that receives
+        self._changed = threading.Condition()  # guards state, sessions and links; told when something was received
         self._made: queue.SimpleQueue[ClientLink] = queue.SimpleQueue()
         self._arrived = threading.Event()  # something can be received
         self._connected: dict[str, ClientLink] = {}  # by address; the connecting thread's
@@ -163,6 +164,8 @@ class Proposals:
         """rows: all tokens of each sequence, committed now. sampled: whether it decodes; others get no proposal."""
         started = time.monotonic()
         with self._changed:
+            if self._failed is not None:
+                raise RuntimeError("what drafts said could not be taken in") from self._failed
             if self._arrived.is_set():
                 self._receive()
             sessions = self._sessions.follow(rows, started)
@@ -223,13 +226,14 @@ class Proposals:
                 self._next_link += 1
 
     def _keep_receiving(self) -> None:
-        while True:
-            self._arrived.wait()
-            if self._closing.is_set():
-                return
+        while self._arrived.wait() and not self._closing.is_set():
             with self._changed:
-                self._receive()
-                self._send()
+                try:
+                    self._receive()
+                    self._send()
+                except Exception as error:  # noqa: BLE001 - the edge of the thread: `propose` says it
+                    self._failed = error
+                    return
                 self._changed.notify_all()
 
     def _receive(self) -> None:
@@ -253,7 +257,7 @@ class Proposals:
                 self._connected.pop(address).close()  # its sessions turn to others
             for address in self._addresses:
                 held = self._connected.get(address)
-                if held is not None and held.alive:
+                if self._closing.is_set() or (held is not None and held.alive):
                     continue
                 with suppress(LinkError):  # not there yet, or not any more
                     self._connected[address] = connect(address, _CONNECT_TIMEOUT_S)

@@ -14,6 +14,7 @@ from engine.drafters import Drafter
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
 from engine.types import Growth, KVHandle, SamplingParams
+from engine.verify import walk
 
 _WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 
@@ -59,8 +60,11 @@ def warm_up_loops() -> None:
     window = GoodputWindow(Calibration(), CostModel())
     [chosen] = window.choose([mirror])
     window.observe(mirror, chosen, [1])
-    mirror.visible(chosen, chosen)
+    mirror.rows(chosen)
+    walk(mirror, chosen, np.zeros(1 + len(chosen), np.int32))
+    mirror.likeliest(1, 0.0)
     mirror.commit([0])
+    mirror.hang([0], [0.5])
 
 
 def warm_up_drafter(drafter: Drafter) -> None:

@@ -1,10 +1,16 @@
 """Loops over small arrays, compiled to machine code by numba: what runs between two forward passes has to be short."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import numpy as np
+
+try:
+    from numba import config, njit
+
+    _COMPILES = not getattr(config, "DISABLE_JIT", False)
+except ImportError:  # not there, or not for this numpy
+    _COMPILES = False
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -14,9 +20,7 @@ def compiled(function: F) -> F:
 
     Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different.
     """
-    try:
-        from numba import njit
-    except ImportError:
+    if not _COMPILES:
         return function
     made: Any
     try:
@@ -31,4 +35,4 @@ def with_fields(records: Any) -> Any:
 
     numba finds those by itself, and takes a plain array in a fifth of the time.
     """
-    return records if find_spec("numba") is not None else records.view(np.recarray)
+    return records if _COMPILES else records.view(np.recarray)

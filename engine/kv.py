@@ -147,7 +147,7 @@ class KVPool:
     def seal(self, lease: Lease, digests: Sequence[bytes]) -> None:
         """The lease's first pages are full and final; digests[i] names the prefix that ends with page i.
 
-        Others may share them from now on, unless a value in them is not finite.
+        Others may share them from now on, unless a value in them, or their sum, is not finite.
         """
         for index in range(len(lease.sealed), len(digests)):
             page = lease.pages[index]

@@ -229,7 +229,8 @@ class Stepper:
         return SequenceRows(
             lease=sequence.lease,
             prefix=start,
-            tokens=[min(max(token, 0), last) for token in tokens.tolist()],  # an unknown id is never chosen, but is run
+            # The root is the sequence's own, whatever the tree says. An unknown id is never chosen, but is run.
+            tokens=[sequence.tokens[-1], *(min(max(token, 0), last) for token in tokens[1:].tolist())],
             positions=[start + depth for depth in depths.tolist()],
             slots=slots,
             tree_slots=slots,
@@ -290,7 +291,7 @@ class Stepper:
             keys = noise.keys_of(places, logits.device)
         choices = sampling.choose(logits, params, keys)
         if processed is not None:
-            choices[(logits.amax(-1) == -torch.inf).cpu().numpy()] = _NONE
+            choices[(~(logits.amax(-1) > -torch.inf)).cpu().numpy()] = _NONE
         margins: list[float] = sampling.margins(logits, params, keys).tolist() if self._margins else []
         return choices, margins
 

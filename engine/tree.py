@@ -161,12 +161,12 @@ class TokenTree:
         What doesn't begin with the committed tokens is dropped. A confidence above 1 counts as 1.
         """
         old = self.size
-        self.size = loops.graft(self.nodes, old, _ids(committed), _ids(parents), _ids(tokens), confidences)
+        self.size = int(loops.graft(self.nodes, old, _ids(committed), _ids(parents), _ids(tokens), confidences))
         return self.size - old
 
     def hang(self, tokens: Sequence[int], confidences: Sequence[float]) -> None:
         """Adds a chain below the root, each token as by `add`."""
-        self.size = loops.hang(self.nodes, self.size, _ids(tokens), np.asarray(confidences, np.float32))
+        self.size = int(loops.hang(self.nodes, self.size, _ids(tokens), np.asarray(confidences, np.float32)))
 
     def commit(self, tokens: Sequence[int]) -> Moved:
         """Moves the root along newly committed `tokens` (at least one) and keeps only what hangs below it."""
@@ -176,7 +176,7 @@ class TokenTree:
         else:
             self.size = size
         held: list[int] = slots.tolist()
-        return Moved(tuple(held[:along]), tuple(held[along:]), size > 0, children)
+        return Moved(tuple(held[:along]), tuple(held[along:]), size > 0, int(children))
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant of the arrays holds."""

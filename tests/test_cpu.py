@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from engine.attention import chain_rows
-from engine.cpu import HalfLinear, PackedLinear, PlainLinear, fits_half, make_linear
+from engine.cpu import FusedNorm, HalfLinear, PackedLinear, PlainLinear, fits_half, make_linear
 from engine.runner import ModelRunner
 from tests import exact
 
@@ -72,3 +72,16 @@ def test_a_checkpoint_that_does_not_fit_half_runs_too(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("features", [192, 384, 100])
+def test_a_norm_is_that_of_the_model_and_a_row_has_the_same_bits_wherever_it_stands(features: int) -> None:
+    generator = torch.Generator().manual_seed(features)
+    scale = torch.rand(features, generator=generator)
+    norm = FusedNorm(scale, 1e-5)
+    for size in (1e-6, 1e-3, 1.0, 1e3):  # with the smallest, most of the divisor is what is added to it
+        row = size * torch.randn(features, generator=generator)
+        out = norm(row.expand(41, -1))
+        torch.testing.assert_close(out[0], F.rms_norm(row, [features], scale, 1e-5), rtol=1e-6, atol=1e-9)
+        assert all(torch.equal(other, out[0]) for other in out[1:])
+        assert torch.equal(norm(row.expand(2, -1))[0], out[0])

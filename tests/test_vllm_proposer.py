@@ -1,6 +1,8 @@
 """Drafts for an engine that shows rows of tokens and nothing else: sessions by content, proposals from the mirror."""
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -195,6 +197,59 @@ def test_a_service_that_never_answers_stalls_a_step_no_longer_than_told(closing:
     assert proposals.propose([row(1, 2, 3), row(4, 5)], [True, True]) == [[], []]
     assert 0.05 <= time.monotonic() - started < PATIENCE_S
     assert proposals.propose([row(1, 2, 3), row(4, 5)], [False, False]) == [[], []]
+
+
+def test_a_failure_while_receiving_ends_the_drafts_with_its_reason(
+    draft: ModelRunner, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = DraftReplica(ModelDrafter(draft))
+    closing.callback(replica.close)
+    server = DraftServer("127.0.0.1", 0, replica.add_link)
+    closing.callback(server.stop)
+    proposals = Proposals(options(server.address, wait_s=0.0))
+    closing.callback(proposals.close)
+    until(lambda: connected(proposals, 1), "the service is found")
+
+    def broken(self: TargetState, draft: int, message: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(TargetState, "received", broken)
+
+    def failed() -> bool:
+        try:
+            return proposals.propose([row(1, 2, 3)], [True]) != [[]]
+        except (RuntimeError, ValueError) as error:  # of the thread that receives, or of this one, whichever was first
+            return "broken" in f"{error}{error.__cause__}"
+
+    until(failed, "the failure is told")
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+import numpy as np
+from cluster.target_state import TargetState
+from cluster.wire import decode_down, encode_down
+from engine.types import Commit, Growth, SamplingParams
+state = TargetState(100)
+state.draft_joined(0)
+session = state.session_opened([1, 2, 3], SamplingParams())
+[opened] = decode_down(encode_down(state.take_messages()[0])[0])
+base = state._sessions[session].chain.handle
+ids = lambda *values: np.array(values, np.int32)
+state.received(0, Growth(session, base, ids(-1, 0, 1), ids(4, 5, 6), np.array([0.9, 0.8, 0.7], np.float32)))
+assert state.mirror(session).likeliest(5, 0.05) == [4, 5, 6], state.mirror(session).likeliest(5, 0.05)
+assert state.tokens_committed(session, [4]) is True
+[commit] = decode_down(encode_down(state.take_messages()[0])[0])
+assert isinstance(commit, Commit) and commit.mirrored
+assert state.tokens_committed(session, [9]) is False
+state.check()
+assert type(state.counters.grown) is int
+"""
+
+
+def test_without_numba_the_mirror_does_the_same() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True)
 
 
 def test_a_port_that_is_taken_is_told(closing: ExitStack) -> None:

@@ -29,7 +29,7 @@ TRANSFORMERS, ASSISTED = "transformers", "transformers-assisted"
 CHAINS = (2, 3, 5)  # draft tokens a step that are tried with vLLM's methods
 _IDLE_SHARE = 0.1  # of a core: a worker that takes more while it waits disturbs the others
 _KV_GB = "1"
-# Threads that a first prompt starts may spin afterwards; and what is compiled at the first guess, drawn or not, is by then.
+# Threads that a first prompt starts may spin afterwards; and guesses, drawn or not, have been made once by then.
 _FIRST = tuple(Ask((1, 2, 3) * 8, 0, temperature, 32) for temperature in (0.0, 1.0))
 Key = tuple[str, int]  # name, draft tokens a step; 0 where there are none
 Run = Callable[[Sequence[Ask]], list[Stream]]
