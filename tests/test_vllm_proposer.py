@@ -167,7 +167,9 @@ def test_proposals_over_grpc_are_mostly_right_also_after_the_service_was_replace
         Engine(prompts, texts).run(proposals)  # without any service: no drafts, no error
 
 
-def test_growth_is_taken_in_while_the_engine_steps(draft: ModelRunner, closing: ExitStack) -> None:
+@pytest.fixture
+def linked(draft: ModelRunner, closing: ExitStack) -> Proposals:
+    """Linked to a service, and never waiting for it."""
     replica = DraftReplica(ModelDrafter(draft))
     closing.callback(replica.close)
     server = DraftServer("127.0.0.1", 0, replica.add_link)
@@ -175,9 +177,13 @@ def test_growth_is_taken_in_while_the_engine_steps(draft: ModelRunner, closing: 
     proposals = Proposals(options(server.address, wait_s=0.0))
     closing.callback(proposals.close)
     until(lambda: connected(proposals, 1), "the service is found")
-    assert proposals.propose([row(1, 2, 3)], [True]) == [[]]  # asked, and not waited for
-    until(lambda: proposals.follow([server.address])["grown"] > 0, "growth is in the mirror")
-    [proposal] = proposals.propose([row(1, 2, 3)], [True])
+    return proposals
+
+
+def test_growth_is_taken_in_while_the_engine_steps(linked: Proposals) -> None:
+    assert linked.propose([row(1, 2, 3)], [True]) == [[]]  # asked, and not waited for
+    until(lambda: linked.follow(linked.addresses)["grown"] > 0, "growth is in the mirror")
+    [proposal] = linked.propose([row(1, 2, 3)], [True])
     assert proposal
 
 
@@ -200,16 +206,8 @@ def test_a_service_that_never_answers_stalls_a_step_no_longer_than_told(closing:
 
 
 def test_a_failure_while_receiving_ends_the_drafts_with_its_reason(
-    draft: ModelRunner, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+    linked: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica = DraftReplica(ModelDrafter(draft))
-    closing.callback(replica.close)
-    server = DraftServer("127.0.0.1", 0, replica.add_link)
-    closing.callback(server.stop)
-    proposals = Proposals(options(server.address, wait_s=0.0))
-    closing.callback(proposals.close)
-    until(lambda: connected(proposals, 1), "the service is found")
-
     def broken(self: TargetState, draft: int, message: object) -> None:
         raise ValueError("broken")
 
@@ -217,7 +215,7 @@ def test_a_failure_while_receiving_ends_the_drafts_with_its_reason(
 
     def failed() -> bool:
         try:
-            return proposals.propose([row(1, 2, 3)], [True]) != [[]]
+            return linked.propose([row(1, 2, 3)], [True]) != [[]]
         except (RuntimeError, ValueError) as error:  # of the thread that receives, or of this one, whichever was first
             return "broken" in f"{error}{error.__cause__}"
 
