@@ -186,11 +186,6 @@ class Proposals:
             return {"drafts": self.drafts, **asdict(self._state.counters)}
 
     @property
-    def addresses(self) -> tuple[str, ...]:
-        """Of the services that are wanted."""
-        return self._addresses
-
-    @property
     def drafts(self) -> int:
         """Services that are linked."""
         return len(self._links)

@@ -246,9 +246,8 @@ def main(
     methods = (VLLM, "vllm-draft-model") if quick else (VLLM, *VLLM_SPECULATIVE)
     load = many_streams.Load(methods, many, rounds, 1 if quick else 2, shares, seconds, limit)
     chosen = [each for each in sizes.split(",") if each]
-    parts = len(chosen) * len(kinds) * (1 + len(degrees)) + (
-        1 + len(many) * len(degrees) if many else 0
-    )  # 1: starting everybody
+    parts = len(chosen) * len(kinds) * (1 + len(degrees))  # 1: starting everybody
+    parts += 1 + len(many) * len(degrees) if many else 0
     os.environ["RAY_ADDRESS"] = "local"  # an instance of our own, here and in the server that is started
     logging.getLogger("ray").setLevel(logging.ERROR)
     console.print(f"{'at most ten minutes' if quick else 'all of it takes about three hours'} on two quiet cores")
