@@ -46,7 +46,7 @@ DtypeOption = Annotated[
     Dtype,
     typer.Option(
         metavar="DTYPE",
-        help="auto, float32 or bfloat16, of both models; auto: bfloat16 where the hardware computes in it",
+        help="auto, float32 or bfloat16, of both models; auto: bfloat16 where it is faster",
     ),
 ]
 InvariantOption = Annotated[

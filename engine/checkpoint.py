@@ -56,6 +56,13 @@ def context_length(values: dict[str, Any]) -> int:
     return int(values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize)
 
 
+def hidden_size(values: dict[str, Any]) -> int:
+    """Features between a model's layers, by its config.json; 0 where it doesn't say."""
+    text = values.get("text_config")
+    values = text if isinstance(text, dict) else values
+    return int(values.get("hidden_size") or values.get("n_embd") or 0)
+
+
 def checkpoint_digest(path: Path) -> str:
     """A name for a checkpoint's content, 32 hex digits: of its settings, and its weights' names, shapes and sizes.
 

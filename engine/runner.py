@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
-from engine.checkpoint import ModelError, architecture, check_checkpoint
+from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
 from engine.cpu import Weights, fused_decoder, has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
@@ -29,6 +29,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
 UNCOMPILED = "paceline-uncompiled"  # the same in a compiled model
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
+_WORTH_BF16 = 1024  # features; on CPUs a smaller model's bfloat16 passes are mostly overhead per operation
 _BUCKETS = (
     2,
     4,
@@ -43,10 +44,11 @@ _BUCKETS = (
 )  # row counts the model is called with, two are as fast as one; above, multiples of 64
 
 
-def pick_dtype(name: Dtype, device: str) -> torch.dtype:
-    """The dtype for a device; "auto" is bfloat16 where it is arithmetic and not emulation, else float32."""
+def pick_dtype(name: Dtype, device: str, hidden_size: int) -> torch.dtype:
+    """The dtype of a model on a device; "auto" is bfloat16 where it is arithmetic, not emulation, and pays; else float32."""
     if name == "auto":
-        return torch.bfloat16 if has_fast_bf16(device) else torch.float32
+        pays = device != "cpu" or hidden_size >= _WORTH_BF16
+        return torch.bfloat16 if pays and has_fast_bf16(device) else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
@@ -73,12 +75,13 @@ class ModelRunner:
         weights: Weights = "auto",
     ) -> None:
         self.path = Path(path)
-        self._architecture = architecture(check_checkpoint(self.path))
+        values = check_checkpoint(self.path)
+        self._architecture = architecture(values)
         _check_device(device)
         if weights == "int8":
             _check_int8(self.path, device, invariant, compile)
         self.device = device
-        self.dtype = pick_dtype(dtype, device)
+        self.dtype = pick_dtype(dtype, device, hidden_size(values))
         self.invariant = invariant
         self._rows = invariant_rows
         self.model = self._load()

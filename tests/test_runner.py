@@ -250,16 +250,19 @@ def test_packed_linears_compute_the_same_for_any_number_of_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "dtype"),
+    ("name", "device", "hidden_size", "dtype"),
     [
-        ("float32", "cpu", torch.float32),
-        ("float32", "cuda", torch.float32),
-        ("bfloat16", "cpu", torch.bfloat16),
-        ("auto", "cuda", torch.bfloat16),
+        ("float32", "cpu", 4096, torch.float32),
+        ("float32", "cuda", 4096, torch.float32),
+        ("bfloat16", "cpu", 64, torch.bfloat16),
+        ("auto", "cuda", 64, torch.bfloat16),
+        ("auto", "cpu", 64, torch.float32),
     ],
 )
-def test_the_dtype_is_what_was_asked_for(name: Any, device: str, dtype: torch.dtype) -> None:
-    assert pick_dtype(name, device) == dtype
+def test_the_dtype_is_what_was_asked_for_or_what_pays(
+    name: Any, device: str, hidden_size: int, dtype: torch.dtype
+) -> None:
+    assert pick_dtype(name, device, hidden_size) == dtype
 
 
 def test_a_chain_is_at_consecutive_positions_and_sees_what_came_before(target: ModelRunner) -> None:
