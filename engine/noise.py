@@ -4,8 +4,8 @@ A counter-based generator in the manner of Salmon et al. 2011 (https://doi.org/1
 from seed and position, then mixed with the token id by splitmix64's finalizer (Steele et al. 2014,
 https://doi.org/10.1145/2660193.2660195). Integers are 64 bits wide and wrap, so every device computes the same ones.
 
-Over a large vocabulary the two logarithms are what costs. A token whose 52 random bits are below what its logit would need
-to be among the best has no need of them: see `contenders`.
+Over a large vocabulary the two logarithms are what costs. They are needed of the tokens with the largest random bits, the
+same for all rows at a position, and of those whose logits are large enough without such noise: see `contenders`.
 """
 
 import math
@@ -19,18 +19,15 @@ from engine.compiled import compiled
 from engine.types import BoolArray, FloatArray, IntArray
 
 Keys = npt.NDArray[np.int64]
-Uniforms = npt.NDArray[np.float64]
+Doubles = npt.NDArray[np.float64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNIT = 2.0**-52  # 52 random bits and a half: never 0, never 1, and the largest noise is 36.7
 
-_LOWEST, _HIGHEST = -4.0, 37.0  # all noise is in between
-_FINE = 16  # of the thresholds for one unit of noise
-_STEPS = _LOWEST + np.arange(int((_HIGHEST - _LOWEST) * _FINE) + 1) / _FINE
-# Bits below _BITS_FOR[i] give less noise than _STEPS[i], rounding and all.
-_BITS_FOR = np.maximum(np.floor(np.exp(-np.exp(-_STEPS)) * (1 - 1e-9) * 2.0**52) - 2, 0).astype(np.uint64)
+_LOUD = 256  # tokens with the largest noise at a position that are looked at whatever their logits are, about
+_BLOCK = 512  # tokens that are hashed, or compared, together
 _SPARE = 4  # contenders kept beside those asked for: ties within rounding
 
 
@@ -103,38 +100,99 @@ def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, Fl
 
 
 @compiled
-def _contenders(values: FloatArray, keys: Keys, count: int, room: int) -> tuple[IntArray, Uniforms, BoolArray]:
+def _contenders(values: FloatArray, keys: Keys, count: int, room: int) -> tuple[IntArray, Doubles, BoolArray]:
     """The `room` best of each row by scores in double precision, and their uniforms; whether that is enough to be sure."""
     rows, size = values.shape
     tokens = np.full((rows, room), -1, np.int32)
     uniforms = np.full((rows, room), 0.5)
     sure = np.ones(rows, np.bool_)
     best = np.empty(room)
-    for row in range(rows):
-        key = np.uint64(keys[row])
-        best[:] = -np.inf
-        for token in range(size):
-            need = best[room - 1] - values[row, token]  # noise, to be among them
-            if not need < _HIGHEST:  # also where the value is -inf, or no number
+    loud, noise, loud_uniforms = np.empty(size + 1, np.int32), np.empty(size), np.empty(size)
+    least = np.uint64(max(0.0, 1.0 - _LOUD / size) * 2.0**52)  # bits of the loud ones
+    bound = _noise(_uniform(least)) + 1e-9  # of the noise of all others
+    for first in range(rows):
+        if (keys[:first] == keys[first]).any():
+            continue  # with those before it
+        key = np.uint64(keys[first])
+        held = _find_loud(key, size, least, loud)
+        for i in range(held):
+            loud_uniforms[i] = _uniform(_bits(key, np.uint64(loud[i])))
+            noise[i] = _noise(loud_uniforms[i])
+        for row in range(first, rows):
+            if keys[row] != keys[first]:
                 continue
-            bits = _bits(key, np.uint64(token))
-            if need > _LOWEST and bits < _BITS_FOR[int((need - _LOWEST) * _FINE)]:
-                continue
-            uniform = (np.float64(bits) + 0.5) * _UNIT
-            score = values[row, token] - math.log(-math.log(uniform))
-            if score > best[room - 1]:
-                at = room - 1
-                while at > 0 and best[at - 1] < score:
-                    best[at], tokens[row, at], uniforms[row, at] = (
-                        best[at - 1],
-                        tokens[row, at - 1],
-                        uniforms[row, at - 1],
-                    )
-                    at -= 1
-                best[at], tokens[row, at], uniforms[row, at] = score, token, uniform
-        low, high = best[count - 1], best[room - 1]
-        sure[row] = high == -np.inf or low - _rounding(low) > high + _rounding(high)
+            mine, found, theirs = values[row], tokens[row], uniforms[row]
+            best[:] = -np.inf
+            for i in range(held):
+                score = mine[loud[i]] + noise[i]
+                if score > best[room - 1]:
+                    _insert(best, found, theirs, score, loud[i], loud_uniforms[i])
+            limit = _limit(best[room - 1], bound)
+            for start in range(0, size, _BLOCK):
+                stop = min(start + _BLOCK, size)
+                if not _reaches(mine[start:stop], limit):
+                    continue
+                for token in range(start, stop):
+                    if mine[token] >= limit:
+                        bits = _bits(key, np.uint64(token))
+                        if bits < least:
+                            uniform = _uniform(bits)
+                            score = mine[token] + _noise(uniform)
+                            if score > best[room - 1]:
+                                _insert(best, found, theirs, score, token, uniform)
+                                limit = _limit(best[room - 1], bound)
+            low, high = best[count - 1], best[room - 1]
+            sure[row] = high == -np.inf or low - _rounding(low) > high + _rounding(high)
     return tokens, uniforms, sure
+
+
+@compiled
+def _find_loud(key: np.uint64, size: int, least: np.uint64, loud: IntArray) -> int:
+    """Writes the tokens with at least these bits to `loud`, which has room for one more than `size`; their number."""
+    block = np.empty(_BLOCK, np.uint64)
+    held = 0
+    for start in range(0, size, _BLOCK):
+        for i in range(_BLOCK):  # a loop of its own: compilers make vectors of it
+            block[i] = _bits(key, np.uint64(start + i))
+        for i in range(min(_BLOCK, size - start)):
+            loud[held] = start + i
+            held += block[i] >= least
+    return held
+
+
+@compiled
+def _limit(worst: float, bound: float) -> np.float32:
+    """The least logit that can reach the worst score of those held with noise within the bound, rounding and all."""
+    return np.float32(worst - bound - 1e-6 * abs(worst))
+
+
+@compiled
+def _reaches(values: FloatArray, limit: np.float32) -> bool:
+    """Whether any value is at least the limit; counted, since compilers make vectors of that."""
+    count = 0
+    for i in range(len(values)):
+        count += values[i] >= limit
+    return count > 0
+
+
+@compiled
+def _insert(best: Doubles, tokens: IntArray, uniforms: Doubles, score: float, token: int, uniform: float) -> None:
+    """Puts a token that is better than the last where its score belongs, the best first."""
+    at = len(best) - 1
+    while at > 0 and best[at - 1] < score:
+        best[at], tokens[at], uniforms[at] = best[at - 1], tokens[at - 1], uniforms[at - 1]
+        at -= 1
+    best[at], tokens[at], uniforms[at] = score, token, uniform
+
+
+@compiled
+def _uniform(bits: np.uint64) -> float:
+    return (np.float64(bits) + 0.5) * _UNIT
+
+
+@compiled
+def _noise(uniform: float) -> float:
+    return -math.log(-math.log(uniform))
 
 
 @compiled

@@ -101,26 +101,34 @@ def _best(
     logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
 ) -> tuple[IntArray, FloatArray]:
     """The `count` tokens of each row with the best scores, the best first, and these scores; see `choose`."""
-    greedy = torch.tensor([row.temperature == 0 for row in params], dtype=torch.bool, device=logits.device)
-    values = logits.float()
-    if not greedy.all():
-        values = values / torch.tensor([[row.temperature or 1.0] for row in params], device=logits.device)
-        for _, group in groupby(range(len(params)), key=lambda i: id(params[i])):  # rows of a sequence share theirs
-            rows = list(group)
-            part, row = slice(rows[0], rows[-1] + 1), params[rows[0]]
-            if row.temperature > 0 and (row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0):
-                values[part] = restrict(values[part], row)
+    temperatures = np.array([row.temperature for row in params], np.float32)
+    values, greedy = _scaled(logits.float(), temperatures, params), temperatures == 0
     if values.is_cpu:
-        return _largest_of(values.numpy(), greedy.numpy(), None if keys is None else keys.numpy(), count)
+        return _largest_of(values.numpy(), greedy, None if keys is None else keys.numpy(), count)
     if keys is not None:
         noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
-        values = values + noise.masked_fill(greedy[:, None], 0.0)
+        values = values + noise.masked_fill(torch.from_numpy(greedy).to(values.device)[:, None], 0.0)
     if count == 1:  # topk promises nothing about ties
         tokens = values.argmax(-1, keepdim=True)
         best = values.gather(-1, tokens)
     else:
         best, tokens = values.topk(count, dim=-1)
     return tokens.int().cpu().numpy(), best.cpu().numpy()
+
+
+def _scaled(values: torch.Tensor, temperatures: FloatArray, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Logits over temperatures, restricted as each row wants it; greedy rows as they are."""
+    if not ((temperatures == 0) | (temperatures == 1)).all():
+        divisors = np.where(temperatures == 0, np.float32(1), temperatures)
+        values = values / torch.from_numpy(divisors).to(values.device)[:, None]
+    if any((row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0) for row in params):
+        values = values.clone()
+        for _, group in groupby(range(len(params)), key=lambda i: id(params[i])):  # rows of a sequence share theirs
+            rows = list(group)
+            part, row = slice(rows[0], rows[-1] + 1), params[rows[0]]
+            if row.temperature > 0:
+                values[part] = restrict(values[part], row)
+    return values
 
 
 def _largest_of(values: FloatArray, greedy: BoolArray, keys: Keys | None, count: int) -> tuple[IntArray, FloatArray]:

@@ -6,6 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import noise
 
@@ -136,8 +138,18 @@ def test_compiled_loops_mix_to_the_integers_of_plain_python() -> None:
         assert int(bits) == reference_bits(seed, position, token) >> 12
 
 
-def test_thresholds_are_below_the_noise_that_they_stand_for() -> None:
-    for bits, needed in zip(noise._BITS_FOR.tolist(), noise._STEPS.tolist(), strict=True):
-        if bits:  # the largest number that is passed over
-            assert -math.log(-math.log((bits - 0.5) * 2.0**-52)) < needed
-    assert noise._STEPS[0] < LOWEST < HIGHEST < noise._STEPS[-1]
+@pytest.mark.parametrize("size", [3, 511, 512, 513, 5_000])
+def test_the_loudest_tokens_are_those_with_the_most_noise(size: int) -> None:
+    key = noise.key(7, 11)
+    bits = [reference_bits(7, 11, token) >> 12 for token in range(size)]
+    least = sorted(bits)[-(size // 2) - 1]
+    loud = np.empty(size + 1, np.int32)
+    held = noise._find_loud(np.uint64(key), size, np.uint64(least), loud)
+    assert loud[:held].tolist() == [token for token in range(size) if bits[token] >= least]
+
+
+@given(st.floats(-1e9, 1e9), st.floats(-4, 36), st.floats(0, 40))
+def test_no_logit_below_the_limit_reaches_the_worst_score(worst: float, bound: float, below: float) -> None:
+    limit = noise._limit(worst, bound)
+    value = np.nextafter(limit, np.float32(-np.inf), dtype=np.float32)
+    assert float(value) + bound - below < worst
