@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from cluster.drafters import EACH_ON_CPUS
 from cluster.local import bundled
 from cluster.simulation.costs import Costs, measured_times, parse_points
 from cluster.simulation.fleet import Fleet, simulate
@@ -54,7 +55,7 @@ def main(
     latency_ms: Annotated[float, typer.Option(help="milliseconds of a message")] = 0.35,
     patient: Annotated[bool, typer.Option(help="a miss may wait for growth")] = True,
     lookup: Annotated[int, typer.Option(help="tokens that the target looks up by itself")] = 8,
-    rows: Annotated[int, typer.Option(help="nodes expanded per draft step")] = GROWING.rows,
+    rows: Annotated[int, typer.Option(help="nodes expanded per draft step")] = EACH_ON_CPUS,
     children: Annotated[int, typer.Option(help="children kept of each")] = GROWING.children,
 ) -> None:
     """Prints what the pipeline would do at T = 0 and T = 1."""

@@ -33,6 +33,7 @@ from engine.text import find_tokenizer
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
 _TOLD_FOR_CHAINS = 64
 _LEAST_FOR_CHAINS = 0.02  # confidence of a child; less likely ones would only fill the tree, which has to be deep
+EACH_ON_CPUS = 4  # rows of one session in a draft step, where each takes time
 _DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
 
 
@@ -113,6 +114,7 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
         lookup=config.growing.lookup if automatic else 0,
         shared=config.shared if automatic else 0,
         max_depth=length if targets is None else length + _DEEPER,
+        each=config.growing.each if placement.gpus else config.growing.each or EACH_ON_CPUS,
         overrule=cascade or config.growing.overrule,
         least=max(config.growing.least, _LEAST_FOR_CHAINS) if config.chains else config.growing.least,
     )

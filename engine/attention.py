@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.compiled import compiled
 from engine.kv import SCRATCH_SLOT, KVPool, Lease
-from engine.types import BoolArray, IntArray
+from engine.types import BoolArray, FloatArray, IntArray
 
 _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
 _KEY_BUCKET = 64  # invariant mode: a row at position p attends over p + 1 keys rounded up to this
@@ -194,14 +195,18 @@ class Layout:
         self._windows = set(heads.windows)
         counts = [len(rows.tokens) for rows in batch]
         self.starts = [sum(counts[:i]) for i in range(len(counts))]
-        self.tokens = [token for rows in batch for token in rows.tokens]
-        self.positions = [position for rows in batch for position in rows.positions]
+        self.rows = sum(counts)
+        self._tokens = np.array([token for rows in batch for token in rows.tokens], np.int64)
+        self._positions = np.array([position for rows in batch for position in rows.positions], np.int64)
         self._slots = np.concatenate([rows.slots for rows in batch])
+
+    def inputs(self, start: int, stop: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and positions of rows start..stop and `padding` rows behind them, int64."""
+        return self._padded(self._tokens, start, stop, padding), self._padded(self._positions, start, stop, padding)
 
     def part(self, start: int, stop: int, padding: int) -> Part:
         """What the attention needs for rows start..stop and `padding` rows behind them."""
-        slots = np.full(stop - start + padding, SCRATCH_SLOT, np.int64)
-        slots[: stop - start] = self._slots[start:stop]
+        slots = self._padded(self._slots, start, stop, padding)
         whole = len(self._batch) == 1 and not self._invariant
         if self._invariant:
             groups = {window: self._separate(start, stop, window) for window in self._windows}
@@ -213,7 +218,7 @@ class Layout:
                 ]
                 for window in self._windows
             }
-        return Part(self._heads, self._pool.data, self._tensor(slots), groups, whole)
+        return Part(self._heads, self._pool.data, slots, groups, whole)
 
     def _shared(self, rows: SequenceRows, start: int, padding: int, window: int | None) -> Group:
         """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""
@@ -221,9 +226,8 @@ class Layout:
         skipped, seen = (0, rows.visible) if window is None else _in_window(rows, window)
         bias = None
         if not seen.all():
-            mask = np.zeros((self._heads.fold, n + padding, rows.prefix + len(rows.tree_slots) - skipped), np.float32)
-            mask[:, :n, mask.shape[2] - seen.shape[1] :] = np.where(seen, np.float32(0), np.float32(-np.inf))
-            bias = self._tensor(mask.reshape(-1, mask.shape[-1])).to(self._pool.data.dtype)
+            before = rows.prefix + len(rows.tree_slots) - skipped - seen.shape[1]
+            bias = self._tensor(_bias(seen, self._heads.fold, n + padding, before)).to(self._pool.data.dtype)
         return Group(slice(start, start + n), self._keys(rows, skipped), bias)
 
     def _keys(self, rows: SequenceRows, skipped: int) -> torch.Tensor:
@@ -232,7 +236,7 @@ class Layout:
         """
         count = rows.prefix + len(rows.tree_slots)
         first = rows.lease.first
-        if first is not None and np.array_equal(rows.tree_slots, rows.lease.slots[rows.prefix : count]):
+        if first is not None and _consecutive(rows.tree_slots, first + rows.prefix):
             return self._pool.data[:, :, :, first + skipped : first + count]
         return self._tensor(np.concatenate([rows.lease.slots[skipped : rows.prefix], rows.tree_slots]))
 
@@ -255,8 +259,36 @@ class Layout:
             mask[i, : len(path)] = 0.0
         return Group([row for row, _ in rows], self._tensor(index), self._tensor(mask).to(self._pool.data.dtype))
 
+    def _padded(
+        self, values: "np.ndarray[tuple[int, ...], np.dtype[np.integer]]", start: int, stop: int, padding: int
+    ) -> torch.Tensor:
+        """Padding rows are token 0 at position 0 and write to the scratch slot."""
+        padded = np.full(stop - start + padding, SCRATCH_SLOT, np.int64)
+        padded[: stop - start] = values[start:stop]
+        return self._tensor(padded)
+
     def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> torch.Tensor:
         return torch.from_numpy(array).to(self._pool.data.device)
+
+
+@compiled
+def _bias(seen: BoolArray, fold: int, rows: int, before: int) -> FloatArray:
+    """0 where keys are seen, else -inf, for each of `fold` heads [fold x rows, before + columns].
+
+    seen: [n, columns], of the first n rows; the others see everything, and all see the keys before the columns.
+    """
+    out = np.zeros((fold * rows, before + seen.shape[1]), np.float32)
+    for head in range(fold):
+        for row in range(len(seen)):
+            for column in range(seen.shape[1]):
+                if not seen[row, column]:
+                    out[head * rows + row, before + column] = -np.inf
+    return out
+
+
+@compiled
+def _consecutive(slots: IntArray, first: int) -> bool:
+    return bool((slots == np.arange(first, first + len(slots))).all())
 
 
 def _in_window(rows: SequenceRows, window: int) -> tuple[int, BoolArray]:

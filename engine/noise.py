@@ -10,6 +10,7 @@ same for all rows at a position, and of those whose logits are large enough with
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,7 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+@lru_cache(maxsize=2**14)  # the same positions come again, from draft steps and in trees
 def key(seed: int, position: int) -> int:
     """The 64-bit key of one output position of one sample."""
     return _mix_int(_mix_int(seed + _GOLDEN) ^ ((position + 1) * _GOLDEN))
@@ -85,7 +87,8 @@ def keys(seed: int, positions: Iterable[int], device: torch.device | str = "cpu"
 
 def keys_of(places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> torch.Tensor:
     """Keys for (seed, position) of any samples: int64 [n]."""
-    return torch.tensor([_signed(key(*place)) for place in places], dtype=torch.int64, device=device)
+    unsigned = np.array([key(*place) for place in places], np.uint64)
+    return torch.from_numpy(unsigned.view(np.int64)).to(device)
 
 
 def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:

@@ -179,7 +179,7 @@ class ModelRunner:
         """Runs all rows in order and writes their KV; returns the wanted rows' logits, float32 [wanted rows, vocab_size]."""
         layout = Layout(self.pool, self._heads, batch, self.invariant)
         wanted = [i for rows, start in zip(batch, layout.starts, strict=True) for i in _wanted(rows, start)]
-        total = len(layout.tokens)
+        total = layout.rows
         size = self._rows if self.invariant else total
         hidden = [self._hidden(layout, start, min(start + size, total)) for start in range(0, total, size)]
         states = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
@@ -189,8 +189,7 @@ class ModelRunner:
     def _hidden(self, layout: Layout, start: int, stop: int) -> torch.Tensor:
         """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded to a bucket."""
         padding = self.called_with(stop - start) - (stop - start)
-        tokens = torch.tensor([*layout.tokens[start:stop], *[0] * padding], device=self.device)
-        positions = torch.tensor([*layout.positions[start:stop], *[0] * padding], device=self.device)
+        tokens, positions = layout.inputs(start, stop, padding)
         part = layout.part(start, stop, padding)
         if self._decoder is not None:
             return self._decoder(tokens, positions, part)[: stop - start]

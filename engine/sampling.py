@@ -101,8 +101,7 @@ def _best(
     logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
 ) -> tuple[IntArray, FloatArray]:
     """The `count` tokens of each row with the best scores, the best first, and these scores; see `choose`."""
-    temperatures = np.array([row.temperature for row in params], np.float32)
-    values, greedy = _scaled(logits.float(), temperatures, params), temperatures == 0
+    values, greedy = _scaled(logits.float(), params), np.array([row.temperature == 0 for row in params])
     if values.is_cpu:
         return _largest_of(values.numpy(), greedy, None if keys is None else keys.numpy(), count)
     if keys is not None:
@@ -116,11 +115,11 @@ def _best(
     return tokens.int().cpu().numpy(), best.cpu().numpy()
 
 
-def _scaled(values: torch.Tensor, temperatures: FloatArray, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _scaled(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Logits over temperatures, restricted as each row wants it; greedy rows as they are."""
-    if not ((temperatures == 0) | (temperatures == 1)).all():
-        divisors = np.where(temperatures == 0, np.float32(1), temperatures)
-        values = values / torch.from_numpy(divisors).to(values.device)[:, None]
+    divisors = [row.temperature or 1.0 for row in params]
+    if any(divisor != 1 for divisor in divisors):
+        values = values / torch.tensor(divisors, device=values.device)[:, None]
     if any((row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0) for row in params):
         values = values.clone()
         for _, group in groupby(range(len(params)), key=lambda i: id(params[i])):  # rows of a sequence share theirs

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from cluster.draft import DraftReplica
-from cluster.drafters import DraftConfig, make_drafter, same_tokens
+from cluster.drafters import EACH_ON_CPUS, DraftConfig, make_drafter, same_tokens
 from cluster.grpc_link import connect
 from cluster.link import memory_link
 from cluster.placement import Placement
@@ -167,7 +168,7 @@ def test_lookup_beside_the_model_is_automatic_only() -> None:
     found = {name: make_drafter(config(name, exact.DRAFT), Placement()) for name in ("auto", "model")}
     growing = {name: drafter._growing for name, drafter in found.items() if isinstance(drafter, ModelDrafter)}
     assert (growing["auto"].lookup, growing["model"].lookup) == (Growing().lookup, 0)
-    assert growing["auto"] == GROWING
+    assert growing["auto"] == replace(GROWING, each=EACH_ON_CPUS)
 
 
 @pytest.mark.parametrize(

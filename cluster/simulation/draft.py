@@ -7,6 +7,7 @@ from cluster.draft_state import MOST_TOLD, CloseSession, Command, CommitTokens, 
 from cluster.simulation.clock import Clock
 from cluster.simulation.costs import Costs
 from engine.drafters import Drafter
+from engine.drafters.model import Growing
 from engine.types import Commit, Down, Growth, Open, Up
 
 Receive = Callable[[Sequence[Up]], None]  # what a target does with messages that arrive
@@ -15,11 +16,13 @@ Receive = Callable[[Sequence[Up]], None]  # what a target does with messages tha
 class SimulatedDraft:
     """Works whenever there is something to grow, and sends growth just before a target looks."""
 
-    def __init__(self, clock: Clock, drafter: Drafter, rows: int, costs: Costs, most_told: int = MOST_TOLD) -> None:
-        """rows: of each draft step; more sessions than that take a row each. most_told: see DraftState."""
+    def __init__(
+        self, clock: Clock, drafter: Drafter, growing: Growing, costs: Costs, most_told: int = MOST_TOLD
+    ) -> None:
+        """growing: as the drafter's; more sessions than its rows take a row each. most_told: see DraftState."""
         self._clock = clock
         self._drafter = drafter
-        self._rows = rows
+        self._growing = growing
         self._costs = costs
         self._state = DraftState(most_told)
         self._targets: list[tuple[Receive, Cadence]] = []  # by stream
@@ -54,7 +57,10 @@ class SimulatedDraft:
             self._resting = True
             return
         self._fresh.update(dict.fromkeys(worked))
-        milliseconds = self._costs.draft_ms(max(self._rows, len(worked)))
+        rows = self._growing.rows
+        if self._growing.each:
+            rows = min(rows, self._growing.each * len(worked))
+        milliseconds = self._costs.draft_ms(max(rows, len(worked)))
         self.steps += 1
         self.busy_ms += milliseconds
         self._clock.after(milliseconds, lambda: self._grown(milliseconds))

@@ -139,7 +139,7 @@ class _Run:
     def _draft(self) -> SimulatedDraft:
         growing = self._fleet.growing
         return SimulatedDraft(
-            self._clock, self._make_drafter(growing), growing.rows, self._fleet.costs, self._fleet.most_told
+            self._clock, self._make_drafter(growing), growing, self._fleet.costs, self._fleet.most_told
         )
 
     def _target(self, index: int) -> SimulatedTarget:

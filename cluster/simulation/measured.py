@@ -26,7 +26,8 @@ def measured_plan(values: Values, source: Source, fleet: Fleet, requests: int, d
     step_ms = values["target_step_ms"] / (1 - values["target_idle"])
     overhead_ms = step_ms * (values["target_idle"] - values["target_wait"])
     limits = replace(fleet.limits, prefills=False)
-    shared = replace(fleet, limits=limits, growing=Growing(), lookup=8, targets=1, drafts=1, streams=1, rate=None)
+    growing = Growing(each=int(values.get("draft_rows_each", 0)))
+    shared = replace(fleet, limits=limits, growing=growing, lookup=8, targets=1, drafts=1, streams=1, rate=None)
     chains = {int(k): float(tps) for k, tps in values["sequential_tps_by_k"].items()}
     shortest = min(chains)
     free = Costs(target, measured_times({1: 1e-6}))
@@ -34,7 +35,7 @@ def measured_plan(values: Values, source: Source, fleet: Fleet, requests: int, d
     spent = 1000 * chain.figures()["tokens_per_step"] / chains[shortest] - free.target_ms(shortest + 1)
     level = max(spent / shortest, 0.01)
     step = (draft_ms or values["draft_step_ms"]) + _DRAFT_OVERHEAD_MS
-    draft = measured_times({1: min(level, step), Growing().rows: step})
+    draft = measured_times({1: min(level, step), growing.each or growing.rows: step})
     costs = Costs(target, draft, overhead_ms, fleet.costs.latency_ms)
     return Plan(replace(shared, costs=costs), source, requests, sorted(chains))
 

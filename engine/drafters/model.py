@@ -33,6 +33,7 @@ class Growing:
     """
 
     rows: int = 8  # nodes expanded per draft step, all sessions together
+    each: int = 0  # of them at most one session's; 0: all. Short steps answer a miss sooner
     children: int = 6  # kept of each expanded node
     least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
     max_depth: int = 12  # below the root
@@ -53,10 +54,11 @@ def most_valuable(
     if count <= 0:
         return {}
     found: list[tuple[float, int, int]] = []
+    most = min(count, growing.each or count)
     for session, tree in trees.items():
         room = (tree.capacity - tree.size) // growing.children
         if room > 0:
-            nodes = tree.frontier(min(count, room, slots[session]), growing.max_depth)
+            nodes = tree.frontier(min(most, room, slots[session]), growing.max_depth)
             found.extend((float(tree.probability[node]), session, node) for node in nodes)
     picked: dict[int, list[int]] = {}
     for _, session, node in sorted(found, key=lambda item: -item[0])[:count]:
