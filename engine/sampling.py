@@ -94,7 +94,7 @@ def propose(
     """
     candidates = max(count, min(_CANDIDATES, logits.shape[-1]))
     tokens, best = _best(logits, params, keys, candidates)
-    return tokens[:, :count], _shares(best)[:, :count]
+    return tokens[:, :count].copy(), _shares(best)[:, :count].copy()
 
 
 def _best(

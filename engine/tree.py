@@ -117,6 +117,12 @@ class TokenTree:
         """Of the root and `nodes`: tokens and depths [1 + n], and `visible` of each by each."""
         return loops.rows(self.nodes, self.size, nodes)
 
+    def computed_rows(self, nodes: Sequence[int]) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
+        """Of `nodes`: tokens and depths [n]; the slots of all nodes that have one [m], and which of these are on the path to
+        each [n, m], its own included.
+        """
+        return loops.computed_rows(self.nodes, self.size, _ids(nodes))
+
     def path(self, tokens: Sequence[int]) -> int:
         """The node reached from the root along `tokens`, or -1."""
         nodes = self.along(tokens)

@@ -219,6 +219,13 @@ def rows(nodes: Nodes, size: int, verified: IntArray) -> tuple[IntArray, IntArra
 
 
 @compiled
+def computed_rows(nodes: Nodes, size: int, chosen: IntArray) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
+    """See TokenTree.computed_rows."""
+    columns = np.flatnonzero(nodes.slot[:size] != NO_SLOT).astype(np.int32)
+    return nodes.token[chosen], nodes.depth[chosen], nodes.slot[columns], visible(nodes, size, chosen, columns)
+
+
+@compiled
 def walk(nodes: Nodes, verified: IntArray, chosen: IntArray) -> tuple[IntArray, bool]:
     """See engine.verify."""
     rows = np.zeros(1 + len(verified), np.int32)

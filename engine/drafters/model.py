@@ -5,7 +5,6 @@ Where the text repeats itself, a lookup puts its continuation into the tree at o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -99,6 +98,15 @@ class _Session:
         return self.tokens[self.computed :]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A session's part of a batch: the nodes that its logits come after, -1 alone for a prefix still incomplete."""
+
+    session: int
+    held: _Session
+    nodes: list[int]
+
+
 class ModelDrafter:
     """Implements Drafter with a ModelRunner."""
 
@@ -171,15 +179,14 @@ class ModelDrafter:
 
     def grow(self) -> list[int]:
         """See Drafter."""
-        batch, places = self._plan()
+        batch, parts = self._plan()
         if not batch:
             return []
         logits = self._runner.forward(batch)
-        self._expand(places, logits)
-        grown = list(dict.fromkeys(session for session, _ in places))
-        for session in grown:
-            self._seal(self._sessions[session])
-        return grown
+        self._expand(parts, logits)
+        for part in parts:
+            self._seal(part.held)
+        return list(dict.fromkeys(part.session for part in parts))
 
     def _seal(self, held: _Session) -> None:
         """Pages that are full now are kept for who opens the same prefix, after a lost link as well."""
@@ -216,20 +223,21 @@ class ModelDrafter:
             used = slots[slots != NO_SLOT].tolist()
             assert sorted(used + held.free_slots) == sorted(held.tree_lease.slots.tolist()), "a tree slot is lost"
 
-    def _plan(self) -> tuple[list[SequenceRows], list[tuple[int, int]]]:
-        """Rows of one batch, and (session, node) of each row whose logits come back; -1 for a prefix still incomplete."""
+    def _plan(self) -> tuple[list[SequenceRows], list[_Part]]:
+        """Rows of one batch, and what their logits belong to."""
         batch: list[SequenceRows] = []
-        places: list[tuple[int, int]] = []
+        parts: list[_Part] = []
         for session, held in self._sessions.items():
             if held.pending:
                 chunk = self._known(held.pending[: self._growing.prefill_chunk])
                 batch.append(chain_rows(held.lease, held.computed, chunk))
                 held.computed += len(chunk)
-                places.append((session, -1 if held.pending else ROOT))
-        for session, nodes in self._pick(self._growing.rows - len(places)).items():
-            batch.append(self._tree_rows(self._sessions[session], nodes))
-            places.extend((session, node) for node in nodes)
-        return batch, places
+                parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
+        for session, nodes in self._pick(self._growing.rows - len(parts)).items():
+            held = self._sessions[session]
+            batch.append(self._tree_rows(held, nodes))
+            parts.append(_Part(session, held, nodes))
+        return batch, parts
 
     def _pick(self, count: int) -> dict[int, list[int]]:
         """The most probable frontier nodes of all sessions whose root is expanded."""
@@ -238,57 +246,56 @@ class ModelDrafter:
         return most_valuable(trees, slots, count, self._growing)
 
     def _tree_rows(self, held: _Session, nodes: list[int]) -> SequenceRows:
-        tree = held.tree
-        for node in nodes:
-            tree.slot[node] = held.free_slots.pop()
-        computed = np.flatnonzero(tree.slot[: tree.size] != NO_SLOT).astype(
-            np.int32
-        )  # the root's KV stands in the prefix
+        slots = held.free_slots[-len(nodes) :]
+        del held.free_slots[-len(nodes) :]
+        held.tree.slot[nodes] = slots
+        tokens, depths, tree_slots, visible = held.tree.computed_rows(nodes)  # the root's KV stands in the prefix
         return SequenceRows(
             lease=held.lease,
             prefix=held.computed,
-            tokens=self._known(tree.token[nodes].tolist()),
-            positions=[held.computed - 1 + depth for depth in tree.depth[nodes].tolist()],
-            slots=tree.slot[nodes],
-            tree_slots=tree.slot[computed],
-            visible=tree.visible(nodes, computed),
+            tokens=self._known(tokens.tolist()),
+            positions=[held.computed - 1 + depth for depth in depths.tolist()],
+            slots=np.array(slots, np.int32),
+            tree_slots=tree_slots,
+            visible=visible,
         )
 
-    def _expand(self, places: list[tuple[int, int]], logits: torch.Tensor) -> None:
+    def _expand(self, parts: list[_Part], logits: torch.Tensor) -> None:
         """Adds the likeliest children of every expanded node."""
-        held = [self._sessions[session] for session, _ in places]
-        params = [session.params for session in held]
-        if any(session.processors for session in held):
-            logits = self._process(places, logits)
-        keys = self._keys(places) if any(row.temperature > 0 for row in params) else None
+        params = [part.held.params for part in parts for _ in part.nodes]
+        if any(part.held.processors is not None for part in parts):
+            logits = self._process(parts, logits)
+        keys = self._keys(parts) if any(part.held.params.temperature > 0 for part in parts) else None
         growing = self._growing
         tokens, confidences = sampling.propose(logits, params, keys, growing.children)
-        for session, group in groupby(enumerate(places), key=lambda place: place[1][0]):
-            rows, nodes = map(list, zip(*((row, node) for row, (_, node) in group), strict=True))
-            if nodes[0] >= 0:  # a prefix that is still incomplete is alone, and has no node
-                self._sessions[session].tree.expand(
-                    nodes, tokens[rows], confidences[rows], growing.overrule, growing.least
-                )
+        stop = 0
+        for part in parts:
+            own = slice(stop, stop := stop + len(part.nodes))
+            if part.nodes[0] >= 0:
+                part.held.tree.expand(part.nodes, tokens[own], confidences[own], growing.overrule, growing.least)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, ids unknown to this model as another: a wrong guess, not an error."""
         return [min(max(token, 0), self._runner.vocab_size - 1) for token in tokens]
 
-    def _process(self, places: list[tuple[int, int]], logits: torch.Tensor) -> torch.Tensor:
+    def _process(self, parts: list[_Part], logits: torch.Tensor) -> torch.Tensor:
         """The logits [n, vocab_size] after the processors of the sessions that have any."""
-        parts = list(logits.split(1))
-        for row, (session, node) in enumerate(places):
-            held = self._sessions[session]
-            if held.processors is not None and node >= 0:
-                path = self._known(held.tree.token[held.tree.lineage(node)[1:]].tolist())
-                parts[row] = held.processors.apply(parts[row], [path])
-        return torch.cat(parts)
+        rows = iter(logits.split(1))
+        processed = []
+        for part in parts:
+            for node in part.nodes:
+                row = next(rows)
+                if part.held.processors is not None and node >= 0:
+                    tree = part.held.tree
+                    path = self._known(tree.token[tree.lineage(node)[1:]].tolist())
+                    row = part.held.processors.apply(row, [path])
+                processed.append(row)
+        return torch.cat(processed)
 
-    def _keys(self, places: list[tuple[int, int]]) -> torch.Tensor:
+    def _keys(self, parts: list[_Part]) -> torch.Tensor:
         """Of the noise of the token after each node, int64 [n]."""
         where = []
-        for session, node in places:
-            held = self._sessions[session]
-            position = len(held.tokens) + (int(held.tree.depth[node]) if node >= 0 else 0)
-            where.append((held.params.seed, position))
+        for part in parts:
+            depths = part.held.tree.depth[part.nodes].tolist() if part.nodes[0] >= 0 else [0]
+            where += [(part.held.params.seed, len(part.held.tokens) + depth) for depth in depths]
         return noise.keys_of(where, self._runner.device)
