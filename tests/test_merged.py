@@ -9,6 +9,7 @@ from cluster.draft import DraftReplica
 from cluster.draft_state import DraftState, resend
 from cluster.link import memory_link
 from cluster.target import TargetReplica
+from cluster.warm import warm_up_drafter
 from engine.decode import Speculation
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
@@ -183,7 +184,9 @@ def test_replicas_draft_with_them(target: ModelRunner, draft: ModelRunner, promp
     requests = make_requests(prompts[:2], 0.0, 16)
     plain = [generation.tokens for generation in run(target, requests, batch=1)]
     replica = TargetReplica(target, FixedTree(15))
-    drafting = DraftReplica(exact.SPECULATIONS[name](draft).drafter)
+    drafter = exact.SPECULATIONS[name](draft).drafter
+    warm_up_drafter(drafter)  # as a replica does: compiling for the first time may take longer than the requests
+    drafting = DraftReplica(drafter)
     down, up = memory_link()
     drafting.add_link(up)
     replica.add_link(down)
