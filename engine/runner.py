@@ -209,7 +209,8 @@ class ModelRunner:
             logits = self._head(hidden)
         else:
             hidden = F.pad(hidden, (0, 0, 0, -n % size))
-            logits = torch.cat([self._head(hidden[i : i + size]) for i in range(0, len(hidden), size)])
+            parts = [self._head(hidden[i : i + size]) for i in range(0, len(hidden), size)]
+            logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return logits[:n].float()
 
     def called_with(self, rows: int) -> int:
