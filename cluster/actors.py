@@ -59,6 +59,7 @@ class TargetConfig:
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
     local: LocalConfig = field(default_factory=LocalConfig)  # the drafter in its own process
     vllm: VllmOptions | None = None  # it runs the model, with its dtype, max_batch and flush_s; None: our own engine
+    weighs: bool = True  # whether drafts make it faster, and leaves them alone where they don't
 
 
 class TargetActor:
@@ -221,6 +222,7 @@ def own_target(config: TargetConfig, placement: Placement, index: int) -> tuple[
         on_step=cost.observe,
         local=make_local(config.local, runner, tokenizer),
         named=NamedWindows(cost, config.window_size, config.window),
+        weighs=config.weighs,
     )
     return replica, cost
 

@@ -7,20 +7,24 @@ from cluster.link import Link
 from cluster.rest import Rest
 from cluster.target_state import TargetState
 from cluster.trace import Trace
+from cluster.worth import Kind, Worth
 from engine.types import Commit, Down, Growth, Up
 
 
 class LinkedDrafts:
     """The links of one target replica, for its loop alone."""
 
-    def __init__(self, state: TargetState, trace: Trace, wake: Callable[[], None]) -> None:
-        """wake: called, from any thread, when something has come in."""
+    def __init__(self, state: TargetState, trace: Trace, wake: Callable[[], None], weighs: bool = False) -> None:
+        """wake: called, from any thread, when something has come in. weighs: whether drafts pay; see cluster.worth."""
         self._state = state
         self._trace = trace
         self._wake = wake
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
         self._rest = Rest()
+        self._worth = Worth()
+        self._weighs = weighs
+        self._alone = False  # drafts are left alone
         self._heard = False  # growth, since the last step
 
     def __len__(self) -> int:
@@ -32,7 +36,7 @@ class LinkedDrafts:
         self._next_draft += 1
         self._links[draft] = link
         link.set_notify(self._wake)
-        self._rest = Rest()
+        self._rest, self._worth, self._alone = Rest(), Worth(), False  # it may be a better one
         self._state.draft_joined(draft)
         self.send()
 
@@ -54,12 +58,24 @@ class LinkedDrafts:
 
     def stepped(self, accepted: int) -> None:
         """A step ended that accepted so many draft tokens. Drafts that are never right are left alone for a while."""
-        if self._links and self._rest.stepped(self._heard, accepted):
-            if self._rest.resting:
-                self._state.drafts_left_alone()
-            else:
-                self._state.drafts_asked_again()
+        if self._links and not self._worth.without:
+            self._rest.stepped(self._heard, accepted)
+            self._leave_alone_or_ask()
         self._heard = False
+
+    def took(self, kind: Kind, tokens: int, seconds: float) -> None:
+        """How long such a step took in all. Drafts with which it takes longer than without are left alone."""
+        if self._weighs and self._links and not self._rest.resting:
+            self._worth.stepped(kind, tokens, seconds)
+            self._leave_alone_or_ask()
+
+    def _leave_alone_or_ask(self) -> None:
+        alone = self._rest.resting or self._worth.without
+        if alone and not self._alone:
+            self._state.drafts_left_alone()
+        elif self._alone and not alone:
+            self._state.drafts_asked_again()
+        self._alone = alone
 
     def send(self) -> None:
         """Everything that there is to say goes out."""

@@ -22,6 +22,7 @@ from cluster.target_state import TargetState
 from cluster.target_stats import Tally, TargetStats, rows_of
 from cluster.trace import Trace
 from cluster.windows import Windows
+from cluster.worth import kind_of
 from engine.budget import Patience, Window
 from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
@@ -55,6 +56,7 @@ class TargetReplica:
         on_step: Callable[[int, float], None] | None = None,
         local: LocalDrafter | None = None,
         named: NamedWindows | None = None,
+        weighs: bool = False,
     ) -> None:
         """window: what is verified where a request names nothing else; `named` makes the windows that requests name.
 
@@ -64,6 +66,7 @@ class TargetReplica:
         prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
         on_step(rows, milliseconds): called after each step, for the cost model.
         local: a drafter of the target's own, which nobody else may use; it runs between two steps.
+        weighs: measure by turns whether it is faster with drafts or without, and leave them alone where it is without.
         """
         self._runner = runner
         self._own = OwnGuesses(local)
@@ -84,7 +87,7 @@ class TargetReplica:
         self._stats = self._tally.stats
         self.trace = Trace()
         self._loop = Loop("paceline-target", self._placement, _RENEW_EVERY_S, self._turn, self._end_all)
-        self._drafts = LinkedDrafts(self._state, self.trace, self._loop.wake)
+        self._drafts = LinkedDrafts(self._state, self.trace, self._loop.wake, weighs)
         self._loop.start()
 
     # from any thread
@@ -209,7 +212,7 @@ class TargetReplica:
         if any(outcome.tokens for outcome in outcomes):
             step_s = time.monotonic() - started
             self._stats.active_s += step_s
-            self._learn(plans, outcomes, step_s - waited_s)
+            self._learn(plans, outcomes, step_s, waited_s)
 
     def _plan(self) -> list[Plan]:
         """The window of every decoding sequence that has a draft; the others run without. Some prefixes wait."""
@@ -270,13 +273,15 @@ class TargetReplica:
         if self._on_step is not None and outcomes and all(outcome.tokens for outcome in outcomes):
             self._on_step(rows, 1000 * forward_s)
 
-    def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float) -> None:
-        """What a step brought and how long it took, waiting apart, says how long the next miss may wait."""
+    def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float, waited_s: float) -> None:
+        """What a step brought and how long it took says how long the next miss may wait, and whether drafts pay."""
         if all(outcome.tokens for outcome in outcomes):
             tokens = sum(len(outcome.tokens) for outcome in outcomes)
             accepted = sum(outcome.accepted for outcome in outcomes)
             verified = any(plan.nodes is not None and len(plan.nodes) for plan in plans)
-            self._patience.stepped(step_s, tokens, accepted, verified)
+            self._patience.stepped(step_s - waited_s, tokens, accepted, verified)
+            greedy = all(plan.sequence.request.params.temperature == 0 for plan in plans)
+            self._drafts.took(kind_of(len(plans), greedy), tokens, step_s)
 
     def _commit(self, running: Running, plan: Plan, outcome: Outcome) -> None:
         """Tells the draft and the client."""

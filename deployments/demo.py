@@ -148,7 +148,7 @@ def run_demo(config: DemoConfig, requests: list[GenerationRequest], console: Con
     transformers_logging.disable_progress_bar()
     view.print_header(console, config.target, config.draft, config.tokens)
     where, draft_where = _placements()
-    target = TargetConfig(config.target, config.dtype, config.invariant)
+    target = TargetConfig(config.target, config.dtype, config.invariant, weighs=False)
     draft = DraftConfig(config.draft, config.dtype)
     with view.Stages(console) as stage:
         cluster = LocalCluster(target, draft, placements=([where], [draft_where]), progress=stage)
