@@ -42,7 +42,12 @@ class Calibration:
 
     def paths(self, tree: TokenTree) -> FloatArray:
         """Calibrated probability that the target's walk reaches each node, float32 [tree.size]."""
-        return _reach(self._trials, self._hits, tree.nodes, tree.size)
+        return reach(self._trials, self._hits, tree.nodes, tree.size)
+
+    @property
+    def counts(self) -> tuple[Counts, Counts]:
+        """Trials and hits by confidence and depth, as `reach` takes them."""
+        return self._trials, self._hits
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns from a step: of the verified `nodes`, those below the walked path were tried, those on it hit."""
@@ -60,7 +65,7 @@ def _cell(confidence: float, depth: int) -> tuple[int, int]:
 
 
 @compiled
-def _reach(trials: Counts, hits: Counts, nodes: Nodes, size: int) -> FloatArray:
+def reach(trials: Counts, hits: Counts, nodes: Nodes, size: int) -> FloatArray:
     """Of each node: the acceptance rate of its cell, begun with its own confidence, times its parent's reach."""
     out = np.ones(size, np.float32)
     for i in range(1, size):

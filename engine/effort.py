@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.budget import Calibration, CostModel, GoodputWindow, near
+from engine.budget import Calibration, CostModel, Counts, GoodputWindow, near, reach
 from engine.compiled import compiled
 from engine.tree import ROOT, TokenTree
 from engine.tree_loops import Nodes, frontier, top
@@ -68,15 +68,16 @@ class EffortWindow(GoodputWindow):
 
     def pays(self, trees: Sequence[TokenTree]) -> bool:
         """Whether the drafter should take a step before the target does; `grew` has to follow one."""
-        reach = [self.calibration.paths(tree) for tree in trees]
-        self._expanding = [_next(tree.nodes, tree.size, self._rows) for tree in trees]
-        opened = [
-            _open(tree.nodes, part, nodes) for tree, part, nodes in zip(trees, reach, self._expanding, strict=True)
-        ]
-        at_all = np.concatenate(opened)
-        known = np.concatenate([part[1:] for part in reach])
+        known, opened, self._expanding = [], [], []
+        for tree in trees:
+            found, at, nodes = _before(*self.calibration.counts, tree.nodes, tree.size, self._rows)
+            known.append(found)
+            opened.append(at)
+            self._expanding.append(nodes)
+        at_all = _joined(opened)
         self._was_open, self._sizes = float(at_all.sum()), [tree.size for tree in trees]
-        gain = self._value(np.concatenate([known, self.share * at_all]), len(trees)) - self._value(known, len(trees))
+        milliseconds = self.cost.table(len(trees) + self.max_nodes)[len(trees) :]
+        gain = _gain(_joined(known), np.float32(self.share) * at_all, milliseconds, self.worth, self.max_nodes)
         looks = self._rested_ms * _LOOKING > self.draft_ms and len(at_all) > 0
         self._mark = self._clock()
         return looks or gain > self.worth * self.draft_ms
@@ -112,12 +113,6 @@ class EffortWindow(GoodputWindow):
         self._rested_ms += target_ms
         self._drafted = 0
 
-    def _value(self, reach: FloatArray, sequences: int) -> float:
-        """Tokens expected of the nodes that pay, less what their milliseconds are worth."""
-        likeliest = reach[top(reach, self.max_nodes)]
-        milliseconds = self.cost.table(sequences + len(likeliest))[sequences:]
-        return _most_worth(likeliest, milliseconds, self.worth)[2]
-
     def _best(self, reach: FloatArray, milliseconds: FloatArray, sequences: int) -> tuple[int, float]:
         count, accepted, _ = _most_worth(reach, milliseconds, self.worth)
         return count, accepted
@@ -138,6 +133,36 @@ def _most_worth(reach: FloatArray, milliseconds: FloatArray, worth: float) -> tu
     return count, accepted, value
 
 
+def _joined(parts: Sequence[FloatArray]) -> FloatArray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@compiled
+def _before(
+    trials: Counts, hits: Counts, nodes: Nodes, size: int, rows: int
+) -> tuple[FloatArray, FloatArray, IntArray]:
+    """Before a draft step: the reach of all nodes but the root; what is open at those that it expands; and these."""
+    found = reach(trials, hits, nodes, size)
+    expanding = _next(nodes, size, rows)
+    return found[1:], _open(nodes, found, expanding), expanding
+
+
+@compiled
+def _gain(known: FloatArray, new: FloatArray, milliseconds: FloatArray, worth: float, most: int) -> float:
+    """How much more is expected, less what its milliseconds are worth, if new nodes are known too.
+
+    known, new: the probability of each node; milliseconds: of steps that verify 0, 1, 2... up to `most` nodes.
+    """
+    before = _value(known, milliseconds, worth, most)
+    return _value(np.concatenate((known, new)), milliseconds, worth, most) - before
+
+
+@compiled
+def _value(found: FloatArray, milliseconds: FloatArray, worth: float, most: int) -> float:
+    likeliest = found[top(found, most)]
+    return _most_worth(likeliest, milliseconds[: len(likeliest) + 1], worth)[2]
+
+
 @compiled
 def _next(nodes: Nodes, size: int, rows: int) -> IntArray:
     """What a draft step expands: the root where it is new, else the most probable of what wasn't expanded yet."""
@@ -147,14 +172,14 @@ def _next(nodes: Nodes, size: int, rows: int) -> IntArray:
 
 
 @compiled
-def _open(nodes: Nodes, reach: FloatArray, expanding: IntArray) -> FloatArray:
+def _open(nodes: Nodes, found: FloatArray, expanding: IntArray) -> FloatArray:
     """Of each node: the probability that the walk reaches it and leaves what is known there, [nodes]."""
     left = np.empty(len(expanding), np.float32)
     for i in range(len(expanding)):
-        left[i] = reach[expanding[i]]
-        for node in range(expanding[i] + 1, len(reach)):
+        left[i] = found[expanding[i]]
+        for node in range(expanding[i] + 1, len(found)):
             if nodes.parent[node] == expanding[i]:
-                left[i] -= reach[node]
+                left[i] -= found[node]
         left[i] = max(left[i], np.float32(0))
     return left
 
