@@ -50,9 +50,6 @@ class EffortWindow(GoodputWindow):
         self._open = _FIRST_OPEN
         self._tokens = self._ms = 0.0  # of recent steps
         self._drafted = 0  # draft steps since the last target step
-        self._measured_ms = 0.0  # what these took
-        self._ended: float | None = None  # when the last target step did
-        self._between_ms = 0.0  # of a target step, what is neither its own nor a draft step's
         self._verified = 0  # rows of the present target step
         self._rested_ms = 0.0  # since the last draft step
         self._expanding: list[IntArray] = []  # of each tree, by the draft step that runs
@@ -87,9 +84,7 @@ class EffortWindow(GoodputWindow):
 
     def grew(self, trees: Sequence[TokenTree]) -> None:
         """The draft step ended that `pays` was asked about."""
-        took_ms = 1000 * (self._clock() - self._mark)
-        self.draft_ms += _RECENT * (near(took_ms, self.draft_ms) - self.draft_ms)
-        self._measured_ms += took_ms
+        self.draft_ms += _RECENT * (near(1000 * (self._clock() - self._mark), self.draft_ms) - self.draft_ms)
         self._drafted += 1
         covered = 0.0
         for tree, nodes, size in zip(trees, self._expanding, self._sizes, strict=True):
@@ -109,16 +104,11 @@ class EffortWindow(GoodputWindow):
 
     def stepped(self, tokens: int) -> None:
         """The target step ended that `choose` began, and committed so many tokens."""
-        now = self._clock()
-        self.cost.observe(self._verified, 1000 * (now - self._mark))
-        if self._ended is not None:
-            between_ms = 1000 * (now - self._ended) - self._measured_ms - 1000 * (now - self._mark)
-            self._between_ms += _RECENT * (min(between_ms, self.draft_ms) - self._between_ms)
-        self._ended, self._measured_ms = now, 0.0
+        self.cost.observe(self._verified, 1000 * (self._clock() - self._mark))
         target_ms = float(self.cost.table(self._verified)[self._verified])
         self._tokens += _RECENT * (tokens - self._tokens) if self._ms else tokens
         # what steps cost as a rule: how long this one took says more about the machine
-        spent_ms = target_ms + self._drafted * self.draft_ms + self._between_ms
+        spent_ms = target_ms + self._drafted * self.draft_ms
         self._ms += _RECENT * (spent_ms - self._ms) if self._ms else spent_ms
         self._rested_ms += target_ms
         self._drafted = 0
