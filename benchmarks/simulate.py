@@ -50,7 +50,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
     record: Annotated[Path | None, typer.Option(help="write the draft's guesses here, and simulate nothing")] = None,
     target_ms: Annotated[str, typer.Option(help="rows:milliseconds of a target step")] = STEP_MS,
-    draft_ms: Annotated[float, typer.Option(help="milliseconds of a draft step, bookkeeping and all")] = 2.8,
+    draft_ms: Annotated[float, typer.Option(help="milliseconds of a draft step, bookkeeping and all")] = 2.1,
     overhead_ms: Annotated[float, typer.Option(help="milliseconds of the target beside its forward pass")] = 0.9,
     latency_ms: Annotated[float, typer.Option(help="milliseconds of a message")] = 0.35,
     patient: Annotated[bool, typer.Option(help="a miss may wait for growth")] = True,

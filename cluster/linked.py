@@ -26,6 +26,7 @@ class LinkedDrafts:
         self._weighs = weighs
         self._alone = False  # drafts are left alone
         self._heard = False  # growth, since the last step
+        self._heard_last = False  # the same of the last step
 
     def __len__(self) -> int:
         return len(self._links)
@@ -55,18 +56,21 @@ class LinkedDrafts:
             if not alive:
                 del self._links[draft]
                 self._state.draft_left(draft)
+                self._worth = Worth()  # was of all of them
+                self._leave_alone_or_ask()
 
     def stepped(self, accepted: int) -> None:
         """A step ended that accepted so many draft tokens. Drafts that are never right are left alone for a while."""
+        self._heard_last, self._heard = self._heard, False
         if self._links and not self._worth.without:
-            self._rest.stepped(self._heard, accepted)
+            if self._rest.stepped(self._heard_last, accepted) and not self._rest.resting:
+                self._worth.settle()
             self._leave_alone_or_ask()
-        self._heard = False
 
     def took(self, kind: Kind, tokens: int, seconds: float) -> None:
-        """How long such a step took in all. Drafts with which it takes longer than without are left alone."""
+        """How long the last step took in all. Drafts with which such steps bring fewer tokens a second are left alone."""
         if self._weighs and self._links and not self._rest.resting:
-            self._worth.stepped(kind, tokens, seconds)
+            self._worth.stepped(kind, tokens, seconds, self._heard_last)
             self._leave_alone_or_ask()
 
     def _leave_alone_or_ask(self) -> None:

@@ -280,6 +280,8 @@ class TargetReplica:
             accepted = sum(outcome.accepted for outcome in outcomes)
             verified = any(plan.nodes is not None and len(plan.nodes) for plan in plans)
             self._patience.stepped(step_s - waited_s, tokens, accepted, verified)
+            if not self._speculates:
+                return
             greedy = all(plan.sequence.request.params.temperature == 0 for plan in plans)
             self._drafts.took(kind_of(len(plans), greedy), tokens, step_s)
 

@@ -227,7 +227,9 @@ class Layout:
         bias = None
         if not seen.all():
             before = rows.prefix + len(rows.tree_slots) - skipped - seen.shape[1]
-            bias = self._tensor(_bias(seen, self._heads.fold, n + padding, before)).to(self._pool.data.dtype)
+            bias = self._tensor(_bias(np.ascontiguousarray(seen), self._heads.fold, n + padding, before)).to(
+                self._pool.data.dtype
+            )
         return Group(slice(start, start + n), self._keys(rows, skipped), bias)
 
     def _keys(self, rows: SequenceRows, skipped: int) -> torch.Tensor:
@@ -277,12 +279,10 @@ def _bias(seen: BoolArray, fold: int, rows: int, before: int) -> FloatArray:
 
     seen: [n, columns], of the first n rows; the others see everything, and all see the keys before the columns.
     """
+    hidden = np.where(seen, np.float32(0), np.float32(-np.inf))
     out = np.zeros((fold * rows, before + seen.shape[1]), np.float32)
     for head in range(fold):
-        for row in range(len(seen)):
-            for column in range(seen.shape[1]):
-                if not seen[row, column]:
-                    out[head * rows + row, before + column] = -np.inf
+        out[head * rows : head * rows + len(seen), before:] = hidden
     return out
 
 

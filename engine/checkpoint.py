@@ -60,7 +60,7 @@ def hidden_size(values: dict[str, Any]) -> int:
     """Features between a model's layers, by its config.json; 0 where it doesn't say."""
     text = values.get("text_config")
     values = text if isinstance(text, dict) else values
-    size = values.get("hidden_size", values.get("n_embd"))
+    size = values.get("hidden_size") or values.get("n_embd")
     return size if isinstance(size, int) else 0
 
 

@@ -28,6 +28,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNIT = 2.0**-52  # 52 random bits and a half: never 0, never 1, and the largest noise is 36.7
 
 _LOUD = 256  # tokens with the largest noise at a position that are looked at whatever their logits are, about
+_LEAST = float(np.finfo(np.float32).min)
 _BLOCK = 512  # tokens that are hashed, or compared, together
 _SPARE = 4  # contenders kept beside those asked for: ties within rounding
 
@@ -165,8 +166,11 @@ def _find_loud(key: np.uint64, size: int, least: np.uint64, loud: IntArray) -> i
 
 @compiled
 def _limit(worst: float, bound: float) -> np.float32:
-    """The least logit that can reach the worst score of those held with noise within the bound, rounding and all."""
-    return np.float32(worst - bound - 1e-6 * abs(worst))
+    """The least logit that can reach the worst score of those held with noise within the bound, rounding and all.
+
+    It is a number: tokens that were filtered out, at -inf, never reach anything.
+    """
+    return np.float32(max(worst - bound - 1e-6 * abs(worst), _LEAST))
 
 
 @compiled

@@ -103,7 +103,7 @@ def _best(
     """The `count` tokens of each row with the best scores, the best first, and these scores; see `choose`."""
     values, greedy = _scaled(logits.float(), params), np.array([row.temperature == 0 for row in params])
     if values.is_cpu:
-        return _largest_of(values.numpy(), greedy, None if keys is None else keys.numpy(), count)
+        return _largest_of(values.contiguous().numpy(), greedy, None if keys is None else keys.numpy(), count)
     if keys is not None:
         noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
         values = values + noise.masked_fill(torch.from_numpy(greedy).to(values.device)[:, None], 0.0)

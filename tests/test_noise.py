@@ -153,3 +153,7 @@ def test_no_logit_below_the_limit_reaches_the_worst_score(worst: float, bound: f
     limit = noise._limit(worst, bound)
     value = np.nextafter(limit, np.float32(-np.inf), dtype=np.float32)
     assert float(value) + bound - below < worst
+
+
+def test_what_was_filtered_out_is_below_every_limit() -> None:
+    assert -np.inf < noise._limit(-np.inf, 3.0)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine import checkpoint, runner
 from engine.attention import chain_rows
 from engine.checkpoint import ModelError
 from engine.cpu import PackedLinear
@@ -263,6 +264,28 @@ def test_the_dtype_is_what_was_asked_for_or_what_pays(
     name: Any, device: str, hidden_size: int, dtype: torch.dtype
 ) -> None:
     assert pick_dtype(name, device, hidden_size) == dtype
+
+
+@pytest.mark.parametrize(("hidden_size", "dtype"), [(1023, torch.float32), (1024, torch.bfloat16)])
+def test_bfloat16_is_for_large_models_where_cpus_compute_in_it(
+    hidden_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "has_fast_bf16", lambda device: True)
+    assert pick_dtype("auto", "cpu", hidden_size) == dtype
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        ({"hidden_size": 384}, 384),
+        ({"hidden_size": None, "n_embd": 768}, 768),
+        ({"text_config": {"hidden_size": 64}, "hidden_size": 2}, 64),
+        ({"hidden_size": "large"}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_size_between_layers_is_read_from_the_configuration(values: dict[str, Any], size: int) -> None:
+    assert checkpoint.hidden_size(values) == size
 
 
 def test_a_chain_is_at_consecutive_positions_and_sees_what_came_before(target: ModelRunner) -> None:
