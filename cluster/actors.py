@@ -59,7 +59,7 @@ class TargetConfig:
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
     local: LocalConfig = field(default_factory=LocalConfig)  # the drafter in its own process
     vllm: VllmOptions | None = None  # it runs the model, with its dtype, max_batch and flush_s; None: our own engine
-    weighs: bool = True  # whether drafts make it faster, and leaves them alone where they don't
+    weighs: bool = True  # our own engine: whether drafts make it faster; they are left alone where they do not
 
 
 class TargetActor:
