@@ -222,7 +222,7 @@ def main(
     tried = tuple(int(k) for k in chains.split(","))
     if address is not None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    with LocalCluster(config, DraftConfig(draft, kind), progress=console.print) as cluster:
+    with LocalCluster(config, DraftConfig(draft, kind, shared=0), progress=console.print) as cluster:
         one, two = (start_sequential(where, target, draft, kind, invariant) for where in (first, both))
         results: dict[str, Any] = {}
         for key, temperature in (("T0", 0.0), ("T1", 1.0)):

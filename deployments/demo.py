@@ -149,7 +149,9 @@ def run_demo(config: DemoConfig, requests: list[GenerationRequest], console: Con
     view.print_header(console, config.target, config.draft, config.tokens)
     where, draft_where = _placements()
     target = TargetConfig(config.target, config.dtype, config.invariant, weighs=False)
-    draft = DraftConfig(config.draft, config.dtype)
+    draft = DraftConfig(
+        config.draft, config.dtype, shared=0
+    )  # or it would know what is measured from what was streamed
     with view.Stages(console) as stage:
         cluster = LocalCluster(target, draft, placements=([where], [draft_where]), progress=stage)
     with cluster:
