@@ -94,7 +94,8 @@ def propose(
     """
     candidates = max(count, min(_CANDIDATES, logits.shape[-1]))
     tokens, best = _best(logits, params, keys, candidates)
-    return tokens[:, :count].copy(), _shares(best)[:, :count].copy()
+    shares = _shares(best)
+    return tokens[:, :count].copy(), shares[:, :count].copy()  # contiguous, as compiled loops know them
 
 
 def _best(
