@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +61,19 @@ class Engine:
         return line
 
 
-def contenders(k: int) -> dict[str, dict[str, Any] | None]:
-    """vLLM's speculative configuration of each."""
-    ours = {"method": "custom_class", "model": "cluster.vllm_proposer.RemoteProposer", "num_speculative_tokens": k}
-    return {
-        "plain": None,
-        "hook": ours,
-        "ngram": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 4, "prompt_lookup_min": 1},
-        "draft_model": {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": k},
+def contenders(lengths: Sequence[int]) -> dict[str, dict[str, Any] | None]:
+    """vLLM's speculative configuration of each: those that draft once for each number of draft tokens per step."""
+    found: dict[str, dict[str, Any] | None] = {"plain": None}
+    ours = {"method": "custom_class", "model": "cluster.vllm_proposer.RemoteProposer"}
+    kinds = {
+        "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
+        "draft_model": {"method": "draft_model", "model": str(DRAFT)},
         "paceline": ours,
     }
+    found["hook"] = {**ours, "num_speculative_tokens": lengths[0]}
+    for name, config in kinds.items():
+        found |= {f"{name}-{k}": {**config, "num_speculative_tokens": k} for k in lengths}
+    return found
 
 
 @contextmanager
@@ -186,8 +189,9 @@ def main(
     count: Annotated[int, typer.Option(help="batches, one to warm up apart")] = 6,
     streams: Annotated[int, typer.Option(help="prompts at the same time")] = 1,
     tokens: Annotated[int, typer.Option(help="written for each prompt")] = 128,
-    k: Annotated[int, typer.Option(help="draft tokens per step")] = 5,
+    k: Annotated[str, typer.Option(help="draft tokens per step, several separated by commas: each in turn")] = "5,8",
     target: Annotated[Path, typer.Option(help="checkpoint of the target")] = TARGET,
+    only: Annotated[str, typer.Option(help="contenders beside plain, separated by commas; all by default")] = "",
 ) -> None:
     """Measures tokens/s of an unmodified vLLM with and without our drafts."""
     if not PYTHON.exists():
@@ -203,7 +207,8 @@ def main(
         nobody = f"127.0.0.1:{free_port()}"
         engines = [
             stack.enter_context(engine(name, config, nobody if name == "hook" else address, streams, out, target))
-            for name, config in contenders(k).items()
+            for name, config in contenders([int(length) for length in k.split(",")]).items()
+            if not only or name in ("plain", *only.split(","))
         ]
         found = rows(measure(engines, batches, tokens), streams)
     table = Table(*found[0])

@@ -32,6 +32,7 @@ from engine.text import find_tokenizer
 
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
 _TOLD_FOR_CHAINS = 64
+_DEPTH_FOR_CHAINS = 24  # what follows a chain that was accepted whole has to be there too, to the length of the next
 _LEAST_FOR_CHAINS = 0.02  # confidence of a child; less likely ones would only fill the tree, which has to be deep
 EACH_ON_CPUS = 4  # rows of one session in a draft step, where each takes time
 _DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
@@ -107,7 +108,8 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
     warm_up(runner, repeats=2)
     own = find_tokenizer(model)
     targets = _others(config.tokenizer, own)
-    length, cascade = config.growing.max_depth, config.drafter == "cascade"
+    length = max(config.growing.max_depth, _DEPTH_FOR_CHAINS if config.chains else 0)
+    cascade = config.drafter == "cascade"
     automatic = config.drafter == "auto" and targets is None
     growing = replace(
         config.growing,

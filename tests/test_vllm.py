@@ -21,7 +21,7 @@ def test_vllm_writes_the_same_with_our_drafts_while_their_service_is_killed_and_
     prompts = exact.load_prompts(PROMPTS)
     expected = plain_texts(prompts, TOKENS, [STREAMS], tmp_path)[STREAMS]
     address = f"127.0.0.1:{free_port()}"
-    config = vllm_drafts.contenders(DRAFT_TOKENS)["paceline"]
+    config = vllm_drafts.contenders([DRAFT_TOKENS])[f"paceline-{DRAFT_TOKENS}"]
     with vllm_drafts.engine("paceline", config, address, STREAMS, tmp_path) as served:
         served.wait_ready()
         written = interrupted(served, address, prompts, STREAMS, TOKENS, tmp_path)

@@ -153,7 +153,7 @@ def main() -> int:
             batch=8,
         )
         address = f"127.0.0.1:{free_port()}"
-        config = vllm_drafts.contenders(DRAFT_TOKENS)["paceline"]
+        config = vllm_drafts.contenders([DRAFT_TOKENS])[f"paceline-{DRAFT_TOKENS}"]
         engine = stack.enter_context(vllm_drafts.engine("paceline", config, address, max(AT_A_TIME), out))
         engine.wait_ready()
         for number in AT_A_TIME:
