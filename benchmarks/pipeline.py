@@ -79,7 +79,7 @@ def run_sequential(actor: Any, request: GenerationRequest, k: int, totals: Total
     """One prompt through the one-process contender; its tokens."""
     timed: Timed = ray.get(actor.run.remote(request, k, lookup=lookup))
     g = timed.generation
-    totals.add(len(g.tokens), timed.seconds, g.steps, g.accepted, g.tried)
+    totals.add(timed.tokens, timed.seconds, timed.steps, g.accepted, g.tried)
     return g.tokens
 
 
@@ -89,7 +89,8 @@ def run_pipelined(cluster: LocalCluster, request: GenerationRequest, totals: Tot
     tokens = [token for chunk in cluster.stream(request) for token in chunk.tokens]
     after: TargetStats = ray.get(cluster.targets[0].stats.remote())
     spent = difference(after, before)
-    totals.add(spent.tokens, spent.active_s, spent.sequence_steps, spent.accepted, spent.tried)
+    decoded = spent.tokens - spent.first
+    totals.add(decoded, spent.active_s, spent.sequence_steps, spent.accepted, spent.tried)
     return tokens, spent
 
 

@@ -64,8 +64,8 @@ class Engine:
 def contenders(lengths: Sequence[int]) -> dict[str, dict[str, Any] | None]:
     """vLLM's speculative configuration of each: those that draft once for each number of draft tokens per step."""
     found: dict[str, dict[str, Any] | None] = {"plain": None}
-    ours = {"method": "custom_class", "model": "cluster.vllm_proposer.RemoteProposer"}
-    kinds = {
+    ours: dict[str, Any] = {"method": "custom_class", "model": "cluster.vllm_proposer.RemoteProposer"}
+    kinds: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
         "draft_model": {"method": "draft_model", "model": str(DRAFT)},
         "paceline": ours,

@@ -20,11 +20,21 @@ class Timed:
     """One generation and how long its decoding took."""
 
     generation: Generation
-    seconds: float  # of the steps that committed tokens, drafting included, prefill excluded
+    seconds: float  # of the steps that decoded, drafting included, prefill excluded
     drafting_s: float = 0.0  # of `seconds`: the target had nothing to do
     arrivals: tuple[
         tuple[float, int], ...
     ] = ()  # seconds since the call, prefill included; tokens that were there then
+
+    @property
+    def tokens(self) -> int:
+        """Committed in `seconds`: all but the first, which came with the end of the prompt."""
+        return max(0, len(self.generation.tokens) - 1)
+
+    @property
+    def steps(self) -> int:
+        """Of the target, in `seconds`."""
+        return max(0, self.generation.steps - 1)
 
 
 class _TimedDrafter(ModelDrafter):
@@ -68,7 +78,7 @@ class SequentialActor:
         started = mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], speculation, margins=margins):
             now = time.monotonic()
-            seconds += (now - mark) * bool(outcome.tokens)
+            seconds += (now - mark) * outcome.decoded
             mark = now
             if outcome.tokens:
                 arrivals.append((now - started, len(outcome.tokens)))

@@ -209,7 +209,7 @@ class TargetReplica:
             self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
         self._drafts.stepped(sum(outcome.accepted for outcome in outcomes))
         self._drafts.send()
-        if any(outcome.tokens for outcome in outcomes):
+        if any(outcome.decoded for outcome in outcomes):
             step_s = time.monotonic() - started
             self._stats.active_s += step_s
             self._learn(plans, outcomes, step_s, waited_s)
@@ -270,12 +270,12 @@ class TargetReplica:
         rows = rows_of(plans)
         self.trace.add("target step", started, rows)
         self._tally.step(plans, outcomes, forward_s)
-        if self._on_step is not None and outcomes and all(outcome.tokens for outcome in outcomes):
+        if self._on_step is not None and outcomes and all(outcome.decoded for outcome in outcomes):
             self._on_step(rows, 1000 * forward_s)
 
     def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float, waited_s: float) -> None:
         """What a step brought and how long it took says how long the next miss may wait, and whether drafts pay."""
-        if all(outcome.tokens for outcome in outcomes):
+        if all(outcome.decoded for outcome in outcomes):
             tokens = sum(len(outcome.tokens) for outcome in outcomes)
             accepted = sum(outcome.accepted for outcome in outcomes)
             verified = any(plan.nodes is not None and len(plan.nodes) for plan in plans)
@@ -293,11 +293,12 @@ class TargetReplica:
         if verified and plan.tree is not None and plan.nodes is not None:
             self._windows.observe(running.window, plan.tree, plan.nodes, outcome.path)
         self._stats.drafted += verified
-        self._stats.empty += not verified and self._state.attached(running.session)
+        self._stats.empty += outcome.decoded and not verified and self._state.attached(running.session)
         if outcome.tokens:
             if running.window != OFF:
                 self._own.committed(running.session, plan, outcome)
-            self._stats.hits += self._state.tokens_committed(running.session, outcome.tokens)
+            hit = self._state.tokens_committed(running.session, outcome.tokens)
+            self._stats.hits += hit and outcome.decoded
         running.buffered += outcome.tokens
         running.origins += ["draft"] * outcome.accepted
         running.origins += ["target"] * (len(outcome.tokens) - outcome.accepted)

@@ -17,9 +17,10 @@ class TargetStats:
     requests: int = 0
     preempted: int = 0  # times a request gave up its pages to older ones, and waited again
     shared: int = 0  # tokens whose KV was known and not computed, after a preemption too
-    steps: int = 0  # that committed something for somebody
+    steps: int = 0  # in which somebody decoded
     tokens: int = 0  # committed
-    sequence_steps: int = 0  # steps that committed, counted for each sequence
+    first: int = 0  # of them, by steps that read the end of their prompt: nobody decoded for them
+    sequence_steps: int = 0  # steps in which a sequence decoded, counted for each
     drafted: int = 0  # sequence steps that verified something
     verified: int = 0  # draft tokens in steps
     tried: int = 0  # of them, along the walked path
@@ -44,14 +45,15 @@ class Tally:
     def step(self, plans: Sequence[Plan], outcomes: Sequence[Outcome], forward_s: float) -> None:
         """Counts a step."""
         stats = self.stats
-        decoding = [outcome for outcome in outcomes if outcome.tokens]
+        decoding = [outcome for outcome in outcomes if outcome.decoded]
+        stats.tokens += sum(len(outcome.tokens) for outcome in outcomes)
+        stats.first += sum(len(outcome.tokens) for outcome in outcomes if not outcome.decoded)
         if not decoding:
             stats.prefill_s += forward_s
             return
         stats.steps += 1
         stats.sequence_steps += len(decoding)
         stats.forward_s += forward_s
-        stats.tokens += sum(len(outcome.tokens) for outcome in decoding)
         stats.accepted += sum(outcome.accepted for outcome in decoding)
         stats.tried += sum(outcome.tried for outcome in decoding)
         for outcome in decoding:

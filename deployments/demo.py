@@ -110,7 +110,7 @@ class Contenders:
         """The same with k draft tokens, then one step of the target, in turns."""
         timed: Timed = ray.get(self.sequential.run.remote(request, k))
         made = timed.generation
-        figures = Figures(len(made.tokens), timed.seconds, made.steps, made.tried, made.accepted, timed.drafting_s)
+        figures = Figures(timed.tokens, timed.seconds, timed.steps, made.tried, made.accepted, timed.drafting_s)
         return made.tokens, figures
 
     def margin(self, difference: Difference) -> float | None:

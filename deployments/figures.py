@@ -12,7 +12,7 @@ _Number = TypeVar("_Number", int, float)
 class Figures:
     """Counts of one or more generations, which add up. Rates that mean nothing for a way to decode are None."""
 
-    tokens: int
+    tokens: int  # but for the first of each output, which the step brings that ends its prompt
     seconds: float  # of decoding; prefill is excluded
     steps: int  # of the target, that committed something
     tried: int  # draft tokens compared with the target's along the walk
@@ -26,7 +26,7 @@ class Figures:
         seconds = after.active_s - before.active_s
         tried = after.tried - before.tried
         return cls(
-            tokens=after.tokens - before.tokens,
+            tokens=(after.tokens - after.first) - (before.tokens - before.first),
             seconds=seconds,
             steps=after.sequence_steps - before.sequence_steps,
             tried=tried,

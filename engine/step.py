@@ -154,6 +154,7 @@ class Outcome:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each newly committed token, when asked for
     choices: list[int] = field(default_factory=list)  # the target's tokens behind the root and each verified node
     state: torch.Tensor | None = None  # [hidden_size], final: what the last new token was chosen from, when asked for
+    decoded: bool = True  # False: the step read a part of its prefix, and committed a token if that was the end
 
 
 class StepError(RuntimeError):
@@ -242,9 +243,10 @@ class Stepper:
     ) -> Outcome:
         """Walks, moves the accepted tokens' KV into place. own: the plan's part of all wanted rows."""
         sequence, chosen = plan.sequence, choices[own]
+        decoded = not sequence.prefilling
         if len(chosen) == 0:
             sequence.advance(sequence.computed + len(rows.tokens))
-            return Outcome(sequence, [], 0, 0, [], [])
+            return Outcome(sequence, [], 0, 0, [], [], decoded=decoded)
         walked, path, refused = [0], [], False  # rows, nodes
         if plan.tree is not None and plan.nodes is not None and len(chosen) > 1:
             walked, refused = walk(plan.tree, plan.nodes, chosen)
@@ -262,7 +264,9 @@ class Stepper:
         count = sequence.request.params.logprobs
         likely = sampling.logprobs(logits[own][walked], taken, count) if count is not None and taken else []
         kept = [margins[own][row] for row in walked] if margins else []
-        return Outcome(sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely, told)
+        return Outcome(
+            sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely, told, decoded=decoded
+        )
 
     def _move(self, lease: Lease, base: int, accepted: list[int]) -> None:
         """Copies the KV of accepted rows behind the root's, at position `base`; a chain's stands there."""

@@ -283,6 +283,22 @@ def test_a_target_without_a_draft_decodes_alone(target: ModelRunner, case: MakeC
         assert replica.stats().verified == 0
 
 
+def test_a_step_that_ends_a_prompt_is_no_decoding(target: ModelRunner, case: MakeCase) -> None:
+    part = case(1.0)[:4]
+    requests = [replace(request, salt=b"nobody else's") for request in part.requests]  # no prefix is known
+    seen: list[int] = []  # rows of the steps that say what rows cost
+    with serving(target, max_batch=1, on_step=lambda rows, milliseconds: seen.append(rows)) as alone:
+        assert outputs(submit(alone, requests)) == part.expected
+        assert alone.wait_idle(PATIENCE_S)
+        stats = alone.stats()
+    total = sum(map(len, part.expected))
+    assert (stats.tokens, stats.first) == (total, sum(len(request.prompt) > 1 for request in requests))
+    assert seen == [1] * (total - stats.first)
+    assert stats.steps == stats.sequence_steps == len(seen)
+    assert stats.prefill_s > 0
+    assert 0 < stats.forward_s <= stats.active_s
+
+
 def test_audits_pass_between_any_two_steps(target: ModelRunner, draft: ModelRunner, case: MakeCase) -> None:
     wanted = case()[:4]
     with drafting(ModelDrafter(draft)) as drafts, serving(target) as replica, memory(replica, drafts):

@@ -209,15 +209,14 @@ class SimulatedTarget:
 
     def _end(self, step: _Step) -> None:
         self._receive()  # what grew during the step, before the roots move
-        before = self.stats.tokens, self.stats.accepted
+        before = self.stats.tokens - self.stats.first, self.stats.accepted
         decoded = [name for name, running in self._running.items() if not running.sequence.prefilling]
         for name, running in list(self._running.items()):
             if name in step.prefills:
                 running.sequence.advance(running.sequence.computed + step.prefills[name])
                 finished = running.sequence.computed == len(running.sequence.tokens)
                 if finished:
-                    decoded.append(name)
-                    self._commit(name, running, TokenTree(running.sequence.tokens[-1], 1), _NOTHING)
+                    self._commit(name, running, TokenTree(running.sequence.tokens[-1], 1), _NOTHING, first=True)
             elif name in decoded:
                 tree, nodes = step.windows.get(name, (self._tree(running.session), _NOTHING))
                 self._commit(name, running, tree, nodes)
@@ -228,7 +227,7 @@ class SimulatedTarget:
     def _account(self, step: _Step, decoded: list[str], before: tuple[int, int]) -> None:
         """The statistics, as cluster.target has them, and what a miss learns of."""
         stats = self.stats
-        tokens, accepted = stats.tokens - before[0], stats.accepted - before[1]
+        tokens, accepted = stats.tokens - stats.first - before[0], stats.accepted - before[1]
         if not decoded:
             stats.prefill_s += step.forward_ms / 1000
             return
@@ -241,8 +240,8 @@ class SimulatedTarget:
             verified = any(len(nodes) for _, nodes in step.windows.values())
             self._patience.stepped(seconds - step.waited_ms / 1000, tokens, accepted, verified)
 
-    def _commit(self, name: str, running: Running, tree: TokenTree, nodes: IntArray) -> None:
-        """The walk, and everybody who hears of it."""
+    def _commit(self, name: str, running: Running, tree: TokenTree, nodes: IntArray, first: bool = False) -> None:
+        """The walk, and everybody who hears of it. first: the step read the end of the prompt."""
         script, sequence, stats = self._scripts[name], running.sequence, self.stats
         done = len(sequence.tokens) - len(script.request.prompt)
         left = script.output[done:]
@@ -256,13 +255,14 @@ class SimulatedTarget:
         stats.tried += accepted + refused
         stats.accepted += accepted
         stats.tokens += len(taken)
-        stats.sequence_steps += 1
+        stats.first += len(taken) * first
+        stats.sequence_steps += not first
         stats.verified += len(nodes)
         stats.drafted += verified
-        stats.empty += not verified and self._state.attached(running.session)
+        stats.empty += not (first or verified) and self._state.attached(running.session)
         if verified:
             self._window.observe(tree, nodes, path)
-        self._advance(running.session, taken)
+        stats.hits += self._advance(running.session, taken) and not first
         finished = sequence.finish_reason
         origins: list[Origin] = ["draft" if i < accepted else "target" for i in range(len(taken))]
         chunk = TokenChunk(name, tuple(taken), tuple(origins), finished)
@@ -285,11 +285,12 @@ class SimulatedTarget:
         if self._turns is not None:
             self._turns.drafter.open(running.session, tokens, request.params, len(request.prompt))
 
-    def _advance(self, session: int, tokens: list[int]) -> None:
+    def _advance(self, session: int, tokens: list[int]) -> bool:
+        """A session goes on behind these tokens; whether its mirror hit."""
         hit = self._state.tokens_committed(session, tokens)
         if self._turns is not None:
             self._turns.drafter.commit(session, tokens)
-        self.stats.hits += hit
+        return hit
 
     def _leave(self, running: Running) -> None:
         self._state.session_closed(running.session)
