@@ -5,6 +5,7 @@ Gumbel-max trick: Maddison et al. 2014, https://arxiv.org/abs/1411.0030). With T
 lowest token id is the best. On CPUs noise is computed only for tokens that can be among the best: the outcome is the same.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -44,9 +45,48 @@ def choose(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.T
 
 
 def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None) -> FloatArray:
-    """Distance between the best and the second best score of each row, [n]: how close to a tie it was. See `choose`."""
-    best = _best(logits, params, keys, 2)[1]
-    return best[:, 0] - best[:, 1]
+    """How far scaled logits would have to move, against each other, for another choice in each row, [n]. See `choose`.
+
+    That is the distance between the two best scores. Where tokens are filtered out, it is also enough that a better one is
+    let in or the chosen one left out; with top-p even less may do, where several tokens change places.
+    """
+    tokens, best = _best(logits, params, keys, 2)
+    found: FloatArray = best[:, 0] - best[:, 1]
+    for row, own in enumerate(params):
+        if keys is not None and own.temperature > 0 and _filters(own):
+            values = logits[row].float() / own.temperature
+            noise = gumbel(keys[row], torch.arange(len(values), device=values.device))
+            found[row] = min(found[row], margin_of_filters(values, noise, own, int(tokens[row, 0])))
+    return found
+
+
+def margin_of_filters(values: torch.Tensor, noise: torch.Tensor, params: SamplingParams, chosen: int) -> float:
+    """How far scaled logits [vocab_size] would have to move for another choice, filters and all; noise: [vocab_size].
+
+    Where each moves by half a distance at most, the log-odds of any set of tokens move by no more than the distance.
+    """
+    scores = values + noise
+    kept, order = values, values.sort(descending=True).values
+    below = torch.zeros_like(values)  # how far each token is from being let in
+    above = torch.tensor(torch.inf, device=values.device)  # how far the chosen one is from being left out
+    if 0 < params.top_k < len(values):
+        floor, outside = order[params.top_k - 1], order[params.top_k]
+        below, above = (floor - values).clamp_min(0), values[chosen] - outside
+        kept = values.masked_fill(values < floor, -torch.inf)
+    if params.top_p < 1:
+        floor = _nucleus_floor(kept[None], params.top_p)[0, 0]
+        shares, at = kept.double().softmax(-1).sort(descending=True)
+        before = torch.empty_like(shares).scatter_(0, at, shares.cumsum(0) - shares)  # mass of the tokens before each
+        odds = before.clamp(max=1.0).logit() - torch.tensor(params.top_p, dtype=torch.float64).logit().to(before)
+        short = torch.minimum((floor - values).double(), odds).clamp_min(0)
+        below = torch.maximum(below, short.float())
+        above = torch.minimum(above, -odds[chosen].float())
+    if params.min_p > 0:
+        floor = values.max() + math.log(params.min_p)
+        below, above = torch.maximum(below, (floor - values).clamp_min(0)), torch.minimum(above, values[chosen] - floor)
+    others = torch.maximum(below, scores[chosen] - scores)
+    others[chosen] = torch.inf
+    return max(0.0, float(torch.minimum(others.min(), above)))
 
 
 def logprobs(logits: torch.Tensor, chosen: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -121,7 +161,7 @@ def _scaled(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
     divisors = [row.temperature or 1.0 for row in params]
     if any(divisor != 1 for divisor in divisors):
         values = values / torch.tensor(divisors, device=values.device)[:, None]
-    if any((row.top_k, row.top_p, row.min_p) != (0, 1.0, 0.0) for row in params):
+    if any(_filters(row) for row in params):
         values = values.clone()
         for _, group in groupby(range(len(params)), key=lambda i: id(params[i])):  # rows of a sequence share theirs
             rows = list(group)
@@ -129,6 +169,10 @@ def _scaled(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
             if row.temperature > 0:
                 values[part] = restrict(values[part], row)
     return values
+
+
+def _filters(params: SamplingParams) -> bool:
+    return (params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0)
 
 
 def _largest_of(values: FloatArray, greedy: BoolArray, keys: Keys | None, count: int) -> tuple[IntArray, FloatArray]:

@@ -184,6 +184,41 @@ def test_margins_are_the_distance_to_the_second_best() -> None:
     assert torch.equal(margins, best[:, 0] - best[:, 1])
 
 
+LETS_IN = torch.tensor([0.0, 0.0, 5.0])  # noise with which the last of three tokens wins, unless it is filtered out
+
+
+@pytest.mark.parametrize(
+    ("shares", "of_noise", "params", "chosen", "margin"),
+    [
+        ([0.5, 0.45, 0.44], LETS_IN, SamplingParams(1.0, top_k=2), 0, math.log(0.45 / 0.44)),
+        ([0.5, 0.45, 0.24], LETS_IN, SamplingParams(1.0, min_p=0.5), 0, math.log(0.25 / 0.24)),
+        ([0.5, 0.3, 0.2], LETS_IN, SamplingParams(1.0, top_p=0.79), 0, math.log(4) - math.log(0.79 / 0.21)),
+        ([0.5, 0.3, 0.2], LETS_IN.roll(-1), SamplingParams(1.0, top_p=0.51), 1, math.log(0.51 / 0.49)),  # left out
+        ([0.5, 0.45, 0.44], -LETS_IN, SamplingParams(1.0, top_k=2), 0, math.log(0.5 / 0.45)),  # the last would not win
+    ],
+)
+def test_margins_know_what_filters_nearly_let_in_or_left_out(
+    shares: list[float], of_noise: torch.Tensor, params: SamplingParams, chosen: int, margin: float
+) -> None:
+    values = torch.tensor(shares).log()
+    assert sampling.scores(values[None], params, of_noise[None]).argmax() == chosen
+    assert sampling.margin_of_filters(values, of_noise, params, chosen) == pytest.approx(margin, rel=1e-4)
+
+
+@pytest.mark.parametrize("params", [params for params in FILTERS if params.top_p == 1])
+def test_choices_stay_while_logits_move_within_their_margins(params: SamplingParams) -> None:
+    logits, keys = some_logits(200, 60), noise.keys(3, range(200))
+    chosen = choose(logits, params, keys)
+    margins = torch.from_numpy(sampling.margins(logits, [params] * 200, keys))
+    distances = torch.from_numpy(sampling.margins(logits, [SamplingParams(params.temperature)] * 200, keys))
+    moved = 0.45 * params.temperature * margins[:, None]  # either way: up to nine tenths of a margin
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        signs = torch.randint(0, 2, logits.shape, generator=generator) * 2 - 1
+        assert torch.equal(choose(logits + moved * signs, params, keys), chosen)
+    assert margins.median() > 0.1 * distances.median()
+
+
 # a draft's guesses
 
 
