@@ -86,6 +86,7 @@ def margin_of_filters(values: torch.Tensor, noise: torch.Tensor, params: Samplin
         below, above = torch.maximum(below, (floor - values).clamp_min(0)), torch.minimum(above, values[chosen] - floor)
     others = torch.maximum(below, scores[chosen] - scores)
     others[chosen] = torch.inf
+    others[values.isneginf()] = torch.inf  # what a processor forbids stays forbidden
     return max(0.0, float(torch.minimum(others.min(), above)))
 
 

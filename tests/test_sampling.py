@@ -195,6 +195,13 @@ LETS_IN = torch.tensor([0.0, 0.0, 5.0])  # noise with which the last of three to
         ([0.5, 0.3, 0.2], LETS_IN, SamplingParams(1.0, top_p=0.79), 0, math.log(4) - math.log(0.79 / 0.21)),
         ([0.5, 0.3, 0.2], LETS_IN.roll(-1), SamplingParams(1.0, top_p=0.51), 1, math.log(0.51 / 0.49)),  # left out
         ([0.5, 0.45, 0.44], -LETS_IN, SamplingParams(1.0, top_k=2), 0, math.log(0.5 / 0.45)),  # the last would not win
+        (
+            [0.5, 0.45, 0, 0],
+            torch.zeros(4),
+            SamplingParams(1.0, 3, 0.99, 0.01),
+            0,
+            math.log(0.5 / 0.45),
+        ),  # two are forbidden
     ],
 )
 def test_margins_know_what_filters_nearly_let_in_or_left_out(
