@@ -89,8 +89,7 @@ def run_pipelined(cluster: LocalCluster, request: GenerationRequest, totals: Tot
     tokens = [token for chunk in cluster.stream(request) for token in chunk.tokens]
     after: TargetStats = ray.get(cluster.targets[0].stats.remote())
     spent = difference(after, before)
-    decoded = spent.tokens - spent.first
-    totals.add(decoded, spent.active_s, spent.sequence_steps, spent.accepted, spent.tried)
+    totals.add(spent.decoded, spent.active_s, spent.sequence_steps, spent.accepted, spent.tried)
     return tokens, spent
 
 

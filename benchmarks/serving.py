@@ -130,7 +130,7 @@ def run_round(
     if tokens != sum(request.params.max_tokens for request in requests):
         raise SystemExit(f"{contender}: {tokens} tokens came")
     step_ms = 1000 * (after.forward_s - before.forward_s) / (after.steps - before.steps)
-    per_step = (after.tokens - before.tokens) / (after.sequence_steps - before.sequence_steps)
+    per_step = (after.decoded - before.decoded) / (after.sequence_steps - before.sequence_steps)
     return Row(contender, round(tokens / seconds, 1), round(seconds, 2), tokens, round(step_ms, 1), round(per_step, 3))
 
 

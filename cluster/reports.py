@@ -57,6 +57,7 @@ def _target_values(stats: TargetStats) -> dict[str, float]:
         "paceline_drafts": stats.drafts,
         "paceline_requests": stats.requests,
         "paceline_tokens": stats.tokens,
+        "paceline_decoded_tokens": stats.decoded,
         "paceline_steps": stats.steps,
         "paceline_sequence_steps": stats.sequence_steps,
         "paceline_hits": stats.hits,

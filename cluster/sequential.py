@@ -20,21 +20,13 @@ class Timed:
     """One generation and how long its decoding took."""
 
     generation: Generation
-    seconds: float  # of the steps that decoded, drafting included, prefill excluded
+    seconds: float  # of the steps that decoded, drafting included, the target's prefill excluded
+    tokens: int  # committed in these
+    steps: int  # of the target, in these
     drafting_s: float = 0.0  # of `seconds`: the target had nothing to do
     arrivals: tuple[
         tuple[float, int], ...
     ] = ()  # seconds since the call, prefill included; tokens that were there then
-
-    @property
-    def tokens(self) -> int:
-        """Committed in `seconds`: all but the first, which came with the end of the prompt."""
-        return max(0, len(self.generation.tokens) - 1)
-
-    @property
-    def steps(self) -> int:
-        """Of the target, in `seconds`."""
-        return max(0, self.generation.steps - 1)
 
 
 class _TimedDrafter(ModelDrafter):
@@ -73,14 +65,19 @@ class SequentialActor:
         drafter = self._drafters[lookup]
         speculation = Speculation(drafter, FixedChain(k), k) if k else None
         generation = Generation(request)
-        seconds, drafted_s = 0.0, drafter.spent_s
+        seconds, drafted_s, tokens, steps = 0.0, drafter.spent_s, 0, 0
         arrivals: list[tuple[float, int]] = []
         started = mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], speculation, margins=margins):
             now = time.monotonic()
-            seconds += (now - mark) * outcome.decoded
+            if outcome.decoded:
+                seconds += now - mark
+                tokens += len(outcome.tokens)
+                steps += 1
+            else:
+                drafted_s = drafter.spent_s
             mark = now
             if outcome.tokens:
                 arrivals.append((now - started, len(outcome.tokens)))
             record(generation, outcome)
-        return Timed(generation, seconds, drafter.spent_s - drafted_s, tuple(arrivals))
+        return Timed(generation, seconds, tokens, steps, drafter.spent_s - drafted_s, tuple(arrivals))

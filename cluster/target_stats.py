@@ -19,7 +19,7 @@ class TargetStats:
     shared: int = 0  # tokens whose KV was known and not computed, after a preemption too
     steps: int = 0  # in which somebody decoded
     tokens: int = 0  # committed
-    first: int = 0  # of them, by steps that read the end of their prompt: nobody decoded for them
+    decoded: int = 0  # of them, in sequence steps: without those that came with the end of a prompt
     sequence_steps: int = 0  # steps in which a sequence decoded, counted for each
     drafted: int = 0  # sequence steps that verified something
     verified: int = 0  # draft tokens in steps
@@ -47,7 +47,7 @@ class Tally:
         stats = self.stats
         decoding = [outcome for outcome in outcomes if outcome.decoded]
         stats.tokens += sum(len(outcome.tokens) for outcome in outcomes)
-        stats.first += sum(len(outcome.tokens) for outcome in outcomes if not outcome.decoded)
+        stats.decoded += sum(len(outcome.tokens) for outcome in decoding)
         if not decoding:
             stats.prefill_s += forward_s
             return

@@ -28,8 +28,9 @@ class VllmCounts:
         if iteration is not None:
             stats.preempted += iteration.num_preempted_reqs
             stats.tokens += iteration.num_generation_tokens
-            stats.steps += iteration.num_generation_tokens > 0
-            stats.sequence_steps += len(iteration.inter_token_latencies_iter) + len(iteration.time_to_first_tokens_iter)
+            stats.decoded += iteration.num_generation_tokens - len(iteration.time_to_first_tokens_iter)
+            stats.steps += bool(iteration.inter_token_latencies_iter)
+            stats.sequence_steps += len(iteration.inter_token_latencies_iter)
 
     def _count_drafts(self, drafts: Any) -> None:
         """Of one step. A step with a draft is one that began with a hit, as near as vLLM tells."""

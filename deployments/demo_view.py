@@ -173,9 +173,7 @@ def print_verdict(console: Console, divergences: list[Divergence]) -> None:
     )
     for item in divergences:
         margin = "unknown" if item.margin is None else f"{item.margin:.4f}"
-        console.print(
-            f"  {item.contender}, {item.request}: differs from token {item.position} on, top-2 margin {margin}"
-        )
+        console.print(f"  {item.contender}, {item.request}: differs from token {item.position} on, margin {margin}")
     if divergences:
         console.print("  [dim]Near ties fall with the number of tokens in a step; --invariant prevents it.[/dim]")
 

@@ -12,9 +12,9 @@ _Number = TypeVar("_Number", int, float)
 class Figures:
     """Counts of one or more generations, which add up. Rates that mean nothing for a way to decode are None."""
 
-    tokens: int  # but for the first of each output, which the step brings that ends its prompt
+    tokens: int  # but for those that came with the end of a prompt
     seconds: float  # of decoding; prefill is excluded
-    steps: int  # of the target, that committed something
+    steps: int  # of the target, that decoded
     tried: int  # draft tokens compared with the target's along the walk
     accepted: int
     idle_s: float | None = None  # of `seconds`, those outside the target's steps
@@ -26,7 +26,7 @@ class Figures:
         seconds = after.active_s - before.active_s
         tried = after.tried - before.tried
         return cls(
-            tokens=(after.tokens - after.first) - (before.tokens - before.first),
+            tokens=after.decoded - before.decoded,
             seconds=seconds,
             steps=after.sequence_steps - before.sequence_steps,
             tried=tried,

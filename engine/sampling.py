@@ -48,7 +48,7 @@ def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.
     """How far scaled logits would have to move, against each other, for another choice in each row, [n]. See `choose`.
 
     That is the distance between the two best scores. Where tokens are filtered out, it is also enough that a better one is
-    let in or the chosen one left out; with top-p even less may do, where several tokens change places.
+    let in or the chosen one left out; with top-p somewhat less may do, where several tokens change places.
     """
     tokens, best = _best(logits, params, keys, 2)
     found: FloatArray = best[:, 0] - best[:, 1]
@@ -65,29 +65,56 @@ def margin_of_filters(values: torch.Tensor, noise: torch.Tensor, params: Samplin
 
     Where each moves by half a distance at most, the log-odds of any set of tokens move by no more than the distance.
     """
-    scores = values + noise
-    kept, order = values, values.sort(descending=True).values
+    scores, others = values + noise, values.clone()
+    others[chosen] = -torch.inf
+    order = values.sort(descending=True).values
+    kept, leaves = values, math.inf  # how far the chosen one is from being left out
     below = torch.zeros_like(values)  # how far each token is from being let in
-    above = torch.tensor(torch.inf, device=values.device)  # how far the chosen one is from being left out
     if 0 < params.top_k < len(values):
-        floor, outside = order[params.top_k - 1], order[params.top_k]
-        below, above = (floor - values).clamp_min(0), values[chosen] - outside
+        floor = order[params.top_k - 1]
         kept = values.masked_fill(values < floor, -torch.inf)
-    if params.top_p < 1:
-        floor = _nucleus_floor(kept[None], params.top_p)[0, 0]
-        shares, at = kept.double().softmax(-1).sort(descending=True)
-        before = torch.empty_like(shares).scatter_(0, at, shares.cumsum(0) - shares)  # mass of the tokens before each
-        odds = before.clamp(max=1.0).logit() - torch.tensor(params.top_p, dtype=torch.float64).logit().to(before)
-        short = torch.minimum((floor - values).double(), odds).clamp_min(0)
-        below = torch.maximum(below, short.float())
-        above = torch.minimum(above, -odds[chosen].float())
+        below, leaves = (floor - values).clamp_min(0), float(values[chosen] - order[params.top_k])
     if params.min_p > 0:
-        floor = values.max() + math.log(params.min_p)
-        below, above = torch.maximum(below, (floor - values).clamp_min(0)), torch.minimum(above, values[chosen] - floor)
-    others = torch.maximum(below, scores[chosen] - scores)
-    others[chosen] = torch.inf
-    others[values.isneginf()] = torch.inf  # what a processor forbids stays forbidden
-    return max(0.0, float(torch.minimum(others.min(), above)))
+        least = math.log(params.min_p)
+        below = torch.maximum(below, (values.max() + least - values).clamp_min(0))
+        leaves = min(leaves, float(values[chosen] - others.max() - least))
+    distances = torch.maximum(below, scores[chosen] - scores)
+    distances[chosen] = torch.inf
+    distances[values.isneginf()] = torch.inf  # what a processor forbids stays forbidden
+    if params.top_p < 1:
+        nucleus = _Nucleus(kept, params.top_p)
+        leaves = min(leaves, nucleus.leaves(float(values[chosen])))
+        for token in torch.nonzero(values < nucleus.floor)[:, 0].tolist():
+            if distances[token] < leaves:
+                distances[token] = max(float(distances[token]), nucleus.enters(float(values[token])))
+    return max(0.0, min(leaves, float(distances.min())))
+
+
+class _Nucleus:
+    """Of top-p, for scaled logits [vocab_size]: how far a token is from being let in or left out.
+
+    It moves until it stands where another one does, or the mass before it moves, whichever takes more; by the easiest place.
+    """
+
+    def __init__(self, values: torch.Tensor, top_p: float) -> None:
+        self.floor = float(_nucleus_floor(values[None], top_p)[0, 0])
+        allowed = values[~values.isneginf()].double().sort(descending=True).values
+        self._values, self._shares = allowed, allowed.softmax(-1)
+        self._mass = self._shares.cumsum(-1)
+        self._edge = math.log(top_p / (1 - top_p))
+
+    def enters(self, value: float) -> float:
+        """For a token with this scaled logit, outside."""
+        ahead = self._values >= value
+        over = ((self._mass - self._shares)[ahead].logit() - self._edge).clamp_min(0)
+        return float(torch.maximum(self._values[ahead] - value, over).min())
+
+    def leaves(self, value: float) -> float:
+        """For a token with this scaled logit, inside; the first of all stays."""
+        behind = self._values <= value
+        before = self._mass[behind] - self._shares[behind][0]
+        short = (self._edge - before.clamp(0, 1).logit()).clamp_min(0)
+        return float(torch.maximum(value - self._values[behind], short).min())
 
 
 def logprobs(logits: torch.Tensor, chosen: Sequence[int], count: int) -> list[TokenLogprobs]:

@@ -146,7 +146,7 @@ class Outcome:
     """What a step did for one sequence."""
 
     sequence: Sequence
-    tokens: list[int]  # newly committed; empty while prefilling
+    tokens: list[int]  # newly committed; empty while prefilling, but for the end of the prefix
     accepted: int  # how many of them were draft tokens
     tried: int  # draft tokens compared with the target's along the walk: the accepted ones and at most one refused
     path: list[int]  # the accepted nodes of the tree

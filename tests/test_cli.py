@@ -264,8 +264,12 @@ def test_figures_add_up() -> None:
 
 
 def test_figures_of_a_target_are_a_difference() -> None:
-    before = TargetStats(tokens=5, sequence_steps=4, active_s=1.0, forward_s=0.5, tried=1, accepted=1, hits=2)
-    after = TargetStats(tokens=25, sequence_steps=14, active_s=2.0, forward_s=1.25, tried=11, accepted=9, hits=7)
+    before = TargetStats(
+        tokens=6, decoded=5, sequence_steps=4, active_s=1.0, forward_s=0.5, tried=1, accepted=1, hits=2
+    )
+    after = TargetStats(
+        tokens=28, decoded=25, sequence_steps=14, active_s=2.0, forward_s=1.25, tried=11, accepted=9, hits=7
+    )
     assert Figures.between(before, after) == Figures(20, 1.0, 10, 10, 8, idle_s=0.25, hits=5)
     alone = Figures.between(before, before)
     assert (alone.acceptance, alone.hit_rate, alone.idle, alone.tokens_per_second) == (None, None, None, 0.0)

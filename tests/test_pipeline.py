@@ -292,8 +292,8 @@ def test_a_step_that_ends_a_prompt_is_no_decoding(target: ModelRunner, case: Mak
         assert alone.wait_idle(PATIENCE_S)
         stats = alone.stats()
     total = sum(map(len, part.expected))
-    assert (stats.tokens, stats.first) == (total, sum(len(request.prompt) > 1 for request in requests))
-    assert seen == [1] * (total - stats.first)
+    assert (stats.tokens, stats.decoded) == (total, total - sum(len(request.prompt) > 1 for request in requests))
+    assert seen == [1] * stats.decoded
     assert stats.steps == stats.sequence_steps == len(seen)
     assert stats.prefill_s > 0
     assert 0 < stats.forward_s <= stats.active_s

@@ -195,6 +195,8 @@ LETS_IN = torch.tensor([0.0, 0.0, 5.0])  # noise with which the last of three to
         ([0.5, 0.3, 0.2], LETS_IN, SamplingParams(1.0, top_p=0.79), 0, math.log(4) - math.log(0.79 / 0.21)),
         ([0.5, 0.3, 0.2], LETS_IN.roll(-1), SamplingParams(1.0, top_p=0.51), 1, math.log(0.51 / 0.49)),  # left out
         ([0.5, 0.45, 0.44], -LETS_IN, SamplingParams(1.0, top_k=2), 0, math.log(0.5 / 0.45)),  # the last would not win
+        ([0.9, 0.05, 0.05], torch.zeros(3), SamplingParams(1.0, min_p=1.0), 0, math.log(18)),
+        ([0.5, 0.3, 0.11, 0.109], torch.tensor([0, 0, 0, 5.0]), SamplingParams(1.0, 3, 0.87), 0, 0.083173),
         (
             [0.5, 0.45, 0, 0],
             torch.zeros(4),
@@ -212,13 +214,14 @@ def test_margins_know_what_filters_nearly_let_in_or_left_out(
     assert sampling.margin_of_filters(values, of_noise, params, chosen) == pytest.approx(margin, rel=1e-4)
 
 
-@pytest.mark.parametrize("params", [params for params in FILTERS if params.top_p == 1])
+@pytest.mark.parametrize("params", FILTERS)
 def test_choices_stay_while_logits_move_within_their_margins(params: SamplingParams) -> None:
-    logits, keys = some_logits(200, 60), noise.keys(3, range(200))
+    logits, keys = some_logits(400, 60), noise.keys(3, range(400))
     chosen = choose(logits, params, keys)
-    margins = torch.from_numpy(sampling.margins(logits, [params] * 200, keys))
-    distances = torch.from_numpy(sampling.margins(logits, [SamplingParams(params.temperature)] * 200, keys))
-    moved = 0.45 * params.temperature * margins[:, None]  # either way: up to nine tenths of a margin
+    margins = torch.from_numpy(sampling.margins(logits, [params] * 400, keys))
+    distances = torch.from_numpy(sampling.margins(logits, [SamplingParams(params.temperature)] * 400, keys))
+    part = 0.9 if params.top_p == 1 else 0.5  # of a margin: each logit moves by half of that, either way
+    moved = 0.5 * part * params.temperature * margins[:, None]
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         signs = torch.randint(0, 2, logits.shape, generator=generator) * 2 - 1

@@ -130,7 +130,10 @@ def test_text_tokens_and_statistics_are_those_of_one_process(
     assert last.finish_reason == "length"
     assert last.speculation is not None
     stats = replica.stats()
-    assert (last.speculation.tokens, last.speculation.steps) == (32, stats.first + stats.sequence_steps)
+    assert (last.speculation.tokens, last.speculation.steps) == (
+        32,
+        stats.tokens - stats.decoded + stats.sequence_steps,
+    )
     assert last.speculation.accepted == stats.accepted
 
 

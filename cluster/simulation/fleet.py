@@ -96,8 +96,8 @@ class Outcome:
         return {
             "tps": _rounded(self.tps, 1),
             "tps_per_stream": _rounded(float(np.nanmedian([answer.tps for answer in self.answers])), 1),
-            "decoding_tps": _rounded((stats.tokens - stats.first) / active, 1),
-            "tokens_per_step": _rounded((stats.tokens - stats.first) / steps, 3),
+            "decoding_tps": _rounded(stats.decoded / active, 1),
+            "tokens_per_step": _rounded(stats.decoded / steps, 3),
             "acceptance": _rounded(stats.accepted / max(1, stats.tried), 3),
             "verified_per_step": _rounded(stats.verified / steps, 2),
             "hit_rate": _rounded(stats.hits / steps, 3),

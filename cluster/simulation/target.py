@@ -209,7 +209,7 @@ class SimulatedTarget:
 
     def _end(self, step: _Step) -> None:
         self._receive()  # what grew during the step, before the roots move
-        before = self.stats.tokens - self.stats.first, self.stats.accepted
+        before = self.stats.decoded, self.stats.accepted
         decoded = [name for name, running in self._running.items() if not running.sequence.prefilling]
         for name, running in list(self._running.items()):
             if name in step.prefills:
@@ -227,7 +227,7 @@ class SimulatedTarget:
     def _account(self, step: _Step, decoded: list[str], before: tuple[int, int]) -> None:
         """The statistics, as cluster.target has them, and what a miss learns of."""
         stats = self.stats
-        tokens, accepted = stats.tokens - stats.first - before[0], stats.accepted - before[1]
+        tokens, accepted = stats.decoded - before[0], stats.accepted - before[1]
         if not decoded:
             stats.prefill_s += step.forward_ms / 1000
             return
@@ -255,7 +255,7 @@ class SimulatedTarget:
         stats.tried += accepted + refused
         stats.accepted += accepted
         stats.tokens += len(taken)
-        stats.first += len(taken) * first
+        stats.decoded += len(taken) * (not first)
         stats.sequence_steps += not first
         stats.verified += len(nodes)
         stats.drafted += verified
