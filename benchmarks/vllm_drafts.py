@@ -76,6 +76,15 @@ def contenders(lengths: Sequence[int]) -> dict[str, dict[str, Any] | None]:
     return found
 
 
+def select(lengths: Sequence[int], only: str) -> dict[str, dict[str, Any] | None]:
+    """Plain, and all other contenders or those that `only` names."""
+    known = contenders(lengths)
+    names = ["plain", *filter(None, only.split(","))] if only else list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return {name: known[name] for name in names}
+
+
 @contextmanager
 def engine(
     name: str, config: dict[str, Any] | None, service: str, streams: int, out: Path, target: Path = TARGET
@@ -113,7 +122,8 @@ def draft_service(out: Path, address: str | None = None) -> Iterator[tuple[str, 
     address = address or f"127.0.0.1:{free_port()}"
     core = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", "from deployments.cli import app; app()", "draft", "--listen", address]
-    with (out / "draft.log").open("w") as log:
+    file = out / f"draft-{address.rpartition(':')[2]}.log"
+    with file.open("w") as log:
         process = subprocess.Popen(
             ["taskset", "-c", str(core), *command],
             cwd=ROOT,
@@ -122,7 +132,7 @@ def draft_service(out: Path, address: str | None = None) -> Iterator[tuple[str, 
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         with process:
-            while "ready" not in (out / "draft.log").read_text():
+            while "ready" not in file.read_text():
                 if process.poll() is not None:
                     raise SystemExit("the draft service ended; see its log")
                 time.sleep(0.2)
@@ -202,14 +212,14 @@ def main(
     lines = (ROOT / "models" / "heldout.jsonl").read_text().splitlines()[: streams * (count + 1)]
     prompts = [list(tokenizer(json.loads(line))["input_ids"]) for line in lines]
     batches = [prompts[i : i + streams] for i in range(0, len(prompts), streams)]
+    chosen = select([int(length) for length in k.split(",")], only)
     with ExitStack() as stack:
-        address, _ = stack.enter_context(draft_service(out))
-        nobody = f"127.0.0.1:{free_port()}"
-        engines = [
-            stack.enter_context(engine(name, config, nobody if name == "hook" else address, streams, out, target))
-            for name, config in contenders([int(length) for length in k.split(",")]).items()
-            if not only or name in ("plain", *only.split(","))
-        ]
+        engines = []
+        for name, config in chosen.items():
+            address = f"127.0.0.1:{free_port()}"  # nobody's, but for those that have a service: each its own
+            if name.startswith("paceline"):
+                address, _ = stack.enter_context(draft_service(out, address))
+            engines.append(stack.enter_context(engine(name, config, address, streams, out, target)))
         found = rows(measure(engines, batches, tokens), streams)
     table = Table(*found[0])
     for row in found:

@@ -85,6 +85,12 @@ def test_plain_decoding_takes_a_step_for_each_token() -> None:
     assert [answer.first_ms for answer in outcome.answers] == pytest.approx([10, 10, 10])
 
 
+def test_a_step_that_ends_a_prompt_is_no_decoding() -> None:
+    stats = simulate(Fleet(COSTS, "plain"), requests(3)).stats
+    assert (stats.tokens, stats.decoded, stats.sequence_steps) == (3 * 96, 3 * 95, 3 * 95)
+    assert stats.active_s == pytest.approx(3 * 95 * 0.010)
+
+
 def test_a_chain_takes_its_steps_and_gains_what_its_rate_says() -> None:
     outcome = simulate(Fleet(COSTS, "sequential", chain=3, limits=Limits(prefills=False)), requests(12))
     figures = outcome.figures()
