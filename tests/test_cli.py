@@ -295,7 +295,7 @@ def test_table_and_verdict_fit_a_narrow_terminal() -> None:
     assert "sequential k=2      60.0     1.00x         1.50        0.62      0.60  0.20" in text
     assert "outputs equal: yes\n" in text
     assert "outputs equal: no\n" in text
-    assert "from token 17 on, top-2 margin 0.0156" in text
+    assert "from token 17 on, margin 0.0156" in text
 
 
 @pytest.mark.ray
