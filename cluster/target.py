@@ -168,8 +168,8 @@ class TargetReplica:
     def _turn(self) -> bool:
         started = time.monotonic()
         self._take_in()
+        self._drafts.send()  # of sessions just opened: drafts read their prefixes while the target does
         if not self._running:
-            self._drafts.send()
             return False
         self._step(started)
         return True

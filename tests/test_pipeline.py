@@ -299,6 +299,19 @@ def test_a_step_that_ends_a_prompt_is_no_decoding(target: ModelRunner, case: Mak
     assert 0 < stats.forward_s <= stats.active_s
 
 
+def test_drafts_read_a_prompt_while_the_target_does(
+    target: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = case()[:1]
+    near, far = memory_link()
+    told: list[Down] = []
+    with serving(target) as replica:
+        replica.add_link(near)
+        Steps(target, monkeypatch).at(1, lambda: told.extend(far.receive()))  # as the first pass begins
+        assert outputs(submit(replica, wanted.requests)) == wanted.expected
+    assert [type(message) for message in told] == [Open]
+
+
 def test_audits_pass_between_any_two_steps(target: ModelRunner, draft: ModelRunner, case: MakeCase) -> None:
     wanted = case()[:4]
     with drafting(ModelDrafter(draft)) as drafts, serving(target) as replica, memory(replica, drafts):
