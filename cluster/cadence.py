@@ -21,10 +21,13 @@ class Cadence:
         self._began, self._next = None, now
 
     def committed(self, now: float) -> None:
-        """A commit came: the target begins another step."""
-        if self._began is not None:
-            self._step = _blend(self._step, now - self._began)
-        self._begin(now)
+        """A commit came in at `now`, perhaps a while ago: the target began another step. Of several at once all but one
+        change nothing.
+        """
+        if self._began is None or now > self._began:
+            if self._began is not None:
+                self._step = _blend(self._step, now - self._began)
+            self._begin(now)
 
     def turned(self, seconds: float) -> None:
         """A draft step, with what belongs to it, took this long."""

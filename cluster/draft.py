@@ -111,13 +111,15 @@ class DraftReplica:
         heard = False
         for stream, link in list(self._links.items()):
             alive = link.alive
-            for message in link.receive():
+            messages = link.receive()
+            arrived = link.arrived_s  # the target began its step before this turn could look
+            for message in messages:
                 heard = True
                 self._apply(self._state.received(stream, message, now))
                 if isinstance(message, Open):
                     self._cadences[stream].opened(now)
                 elif isinstance(message, Commit):
-                    self._cadences[stream].committed(now)
+                    self._cadences[stream].committed(arrived)
             if not alive:
                 heard = True
                 del self._links[stream], self._cadences[stream]

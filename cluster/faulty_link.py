@@ -65,6 +65,10 @@ class FaultyLink(Generic[Out, In]):
         return bool(self._sent.held or self._received.held)
 
     @property
+    def arrived_s(self) -> float:
+        return self._inner.arrived_s
+
+    @property
     def ready_to_send(self) -> bool:
         return self._inner.ready_to_send
 

@@ -5,6 +5,7 @@ stream behind the same interface is in `grpc_link`.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ class Link(Protocol[_OutP, In]):
         """
 
     @property
+    def arrived_s(self) -> float:
+        """When the newest message came in, by the monotonic clock: its owner may have been busy since. 0: none has."""
+
+    @property
     def ready_to_send(self) -> bool:
         """False while something sent earlier has not been taken by the transport, and when the link is dead."""
 
@@ -81,6 +86,7 @@ class Pipe:
     def __init__(self) -> None:
         self.closed = False
         self.dropped = 0
+        self.put_s = 0.0  # when the newest frame was put
         self.on_readable: Callable[[], None] | None = None  # the reader's notify
         self.on_idle: Callable[[], None] | None = None  # the writer's notify
         self._changed = threading.Condition(threading.Lock())
@@ -94,6 +100,7 @@ class Pipe:
         with self._changed:
             if self.closed:
                 return
+            self.put_s = time.monotonic()
             for frame in frames:
                 self._frames.append(frame)
                 self._bytes += len(frame)
@@ -204,6 +211,10 @@ class PipeLink(Generic[Out, In]):
         self._incoming.on_readable = self._outgoing.on_idle = notify
         if self._incoming.readable():
             _call(notify)
+
+    @property
+    def arrived_s(self) -> float:
+        return self._incoming.put_s
 
     @property
     def ready_to_send(self) -> bool:

@@ -32,6 +32,23 @@ def test_once_per_step_is_enough(cadence: Cadence) -> None:
     assert cadence.due(1.0 + 2 * STEP), "a target whose step takes longer than expected is told again"
 
 
+def test_the_commits_of_many_sessions_are_one_step(cadence: Cadence) -> None:
+    began = 1.0
+    for _ in range(50):
+        began += STEP
+        for _ in range(8):
+            cadence.committed(began)
+    assert not cadence.due(began + TURN)
+    assert cadence.due(began + 2 * TURN)
+
+
+def test_a_commit_that_came_in_before_growth_was_sent_is_no_step(cadence: Cadence) -> None:
+    cadence.sent(1.005, waited_for=True)
+    cadence.committed(1.004)
+    assert not cadence.due(1.005 + TURN)
+    assert cadence.due(1.005 + 2 * TURN)
+
+
 def test_a_target_that_waited_begins_its_step_when_growth_comes(cadence: Cadence) -> None:
     cadence.sent(1.005, waited_for=True)
     assert not cadence.due(1.005 + TURN)

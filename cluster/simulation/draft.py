@@ -26,7 +26,7 @@ class SimulatedDraft:
         self._costs = costs
         self._state = DraftState(most_told)
         self._targets: list[tuple[Receive, Cadence]] = []  # by stream
-        self._inbox: list[tuple[int, Down]] = []
+        self._inbox: list[tuple[int, float, Down]] = []  # streams, when it came in, messages
         self._fresh: dict[int, None] = {}  # keys with growth to send
         self._urgent: set[int] = set()  # keys whose target has nothing to verify
         self._resting = True
@@ -42,7 +42,7 @@ class SimulatedDraft:
         return lambda messages: self._clock.after(self._costs.latency_ms, lambda: self._arrive(stream, messages))
 
     def _arrive(self, stream: int, messages: Sequence[Down]) -> None:
-        self._inbox.extend((stream, message) for message in messages)
+        self._inbox.extend((stream, self._clock.seconds, message) for message in messages)
         if self._resting:
             self._resting = False
             self._turn()
@@ -73,14 +73,14 @@ class SimulatedDraft:
 
     def _listen(self) -> None:
         now = self._clock.seconds
-        for stream, message in self._inbox:
+        for stream, arrived, message in self._inbox:
             for command in self._state.received(stream, message, now):
                 self._apply(command)
             cadence = self._targets[stream][1]
             if isinstance(message, Open):
                 cadence.opened(now)
             elif isinstance(message, Commit):
-                cadence.committed(now)
+                cadence.committed(arrived)
         self._inbox.clear()
 
     def _apply(self, command: Command) -> None:

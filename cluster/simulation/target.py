@@ -161,8 +161,8 @@ class SimulatedTarget:
             self.stats.preempted += 1
         for running in self._batch.admit():
             self._enter(running)
+        self._send()
         if not self._running:
-            self._send()
             self._resting = True
         elif (limit_s := self._limit_s()) > 0:
             wait = self._wait = _Wait(self._clock.now)
