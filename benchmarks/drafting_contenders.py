@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.drafting_texts import Tokens
-from engine.automatic import GROWING, MOST_STEPS
+from engine.automatic import MOST_STEPS, growing_in_turns
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters import Drafter
@@ -103,6 +103,7 @@ def chain(length: int) -> Shape:
 
 
 TREE = Shape(Growing(lookup=0), 3)
+TURNS = Shape(growing_in_turns("cpu"), MOST_STEPS)
 
 
 def _merged(bench: Bench, shape: Shape) -> Drafter:
@@ -151,9 +152,9 @@ WINDOWS: dict[str, WindowKind] = {
     ),
     "effort": WindowKind(
         lambda bench, drafting_ms: EffortWindow(
-            Calibration(), bench.cost.again(), bench.draft_ms, GROWING.rows, clock=bench.clock
+            Calibration(), bench.cost.again(), bench.draft_ms, TURNS.growing.each, clock=bench.clock
         ),
-        Shape(GROWING, MOST_STEPS),
+        TURNS,
         own=True,
     ),
 }

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerFast
 
@@ -16,6 +17,13 @@ MOST_STEPS = 8  # draft steps before a target step
 GROWING = Growing(shared=SHARED)
 
 
+def growing_in_turns(device: str) -> Growing:
+    """How trees grow where target and draft take turns. On CPUs every row takes its time, in either model: so one node of
+    a session in a draft step, and few children.
+    """
+    return replace(GROWING, each=1, children=3) if device == "cpu" else GROWING
+
+
 def taking_turns(
     draft: ModelRunner,
     cost: CostModel,
@@ -27,5 +35,6 @@ def taking_turns(
 
     cost: of a target step, which goes on learning. draft_ms: a first guess at a draft step. clock: in seconds.
     """
-    window = EffortWindow(Calibration(), cost, draft_ms, GROWING.rows, clock=clock)
-    return Speculation(ModelDrafter(draft, GROWING, tokenizer), window, MOST_STEPS)
+    growing = growing_in_turns(draft.device)
+    window = EffortWindow(Calibration(), cost, draft_ms, growing.each or growing.rows, clock=clock)
+    return Speculation(ModelDrafter(draft, growing, tokenizer), window, MOST_STEPS)

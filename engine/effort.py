@@ -40,7 +40,7 @@ class EffortWindow(GoodputWindow):
         max_nodes: int = 31,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """cost: of a target step, which this learns. draft_ms: a first guess at a draft step. rows: of a draft step."""
+        """cost: of a target step, which this learns. draft_ms: a first guess at a draft step. rows: of a tree in one."""
         super().__init__(calibration, cost, max_nodes)
         self.draft_ms = draft_ms
         self._rows = rows
