@@ -132,6 +132,7 @@ def draft_config(model: ModelOptions, options: DraftOptions, shared: int = SHARE
         tokenizer=model.target.checkpoint,
         shared=shared,
         chains=model.target.engine == "vllm",
+        inner=options.inner,
     )
 
 

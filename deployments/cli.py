@@ -358,11 +358,12 @@ def draft(
 
       PACELINE_DRAFT=127.0.0.1:9100 vllm serve TARGET --speculative-config '{"method": "custom_class", ...}'
     """
+    from cluster.address import parse_address
     from cluster.link import LinkError
-    from deployments.draft import DraftFailed, DraftOptions, check_options, parse_address, run_draft
+    from deployments.draft import DraftFailed, DraftOptions, check_options, run_draft
 
     with one_line_errors():
-        host, port = parse_address(listen)
+        host, port = parse_address(listen, "--listen", listens=True)
         bundled = MODELS / "code-draft" if drafter in ("auto", "model", "cascade") else None
         options = DraftOptions(
             model or bundled, host, port, drafter, documents, tokenizer, dtype, kv_tokens, threads, gpu, weights, inner

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.address import parse_address
 from cluster.vllm_options import VllmOptions, check_options
 from deployments.keys import hidden
 from engine.checkpoint import ModelError, check_checkpoint
@@ -37,6 +38,14 @@ Seconds = Annotated[float, Field(ge=0, le=86400)]
 # Absolute: replicas run in folders of their own.
 Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 File = Folder
+
+
+def _address(text: str) -> str:
+    parse_address(text)
+    return text
+
+
+Address = Annotated[str, AfterValidator(_address)]  # "host:port"
 
 
 class ConfigError(ValueError):
@@ -177,9 +186,12 @@ class DraftOptions(_Settings):
         "auto",
         description="auto: the model with lookup beside it, or without a checkpoint ngram; model: it alone; "
         "ngram, suffix, retrieval: what followed in the text, also in earlier outputs, in documents; "
-        "merged: model, suffix and documents in one tree; cascade: lookup makes the model faster",
+        "merged: model, suffix and documents in one tree; cascade: lookup, or another draft, makes the model faster",
     )
     documents: File | None = Field(None, description="text file, or folder of them, for retrieval and merged")
+    inner: Address | None = Field(
+        None, description="HOST:PORT of a draft service that drafts for a cascade's model; none: lookup does"
+    )
     dtype: Dtype = "auto"
     kv_tokens: PositiveInt = Field(65536, description="tokens that the KV pool of a replica holds")
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
@@ -193,7 +205,7 @@ class DraftOptions(_Settings):
     def _usable(self) -> Self:
         if self.ports[0] > self.ports[1]:
             raise ValueError(f"ports: the first is {self.ports[0]}, the last {self.ports[1]}")
-        check_choice(self.drafter, self.checkpoint, self.documents)
+        check_choice(self.drafter, self.checkpoint, self.documents, self.inner)
         return self
 
 

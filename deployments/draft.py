@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.actors import works
+from cluster.address import parse_address
 from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig, make_drafter
 from cluster.grpc_server import DraftServer
@@ -61,9 +62,7 @@ def check_options(options: DraftOptions) -> None:
     """What can be told without loading anything; raises ModelError, or ValueError for an address."""
     if options.inner is not None:
         parse_address(options.inner, "--inner")
-        if options.drafter != "cascade":
-            raise ModelError("--inner: only the drafter cascade has one inside")
-    check_choice(options.drafter, options.model, options.documents)
+    check_choice(options.drafter, options.model, options.documents, options.inner)
     if options.model is not None:
         check_checkpoint(options.model)
     if options.weights == "int8" and (options.model is None or options.gpu):
@@ -75,14 +74,6 @@ def check_options(options: DraftOptions) -> None:
         known = options.tokenizer or options.model
         if known is None or not (known / "tokenizer.json").is_file():
             raise ModelError("--documents are read in the target's tokens: name its folder by --tokenizer")
-
-
-def parse_address(text: str, option: str = "--listen") -> tuple[str, int]:
-    """(host, port) of "host:port"; port 0 takes any. Raises ValueError."""
-    host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{option}: {text!r} is not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def run_draft(options: DraftOptions, console: Console) -> None:

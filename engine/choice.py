@@ -13,7 +13,9 @@ _MODEL_USED = ("auto", "merged", *_MODEL_NEEDED)
 _DOCUMENTS_USED = ("retrieval", "merged")
 
 
-def check_choice(drafter: DrafterName, checkpoint: Path | None, documents: Path | None) -> None:
+def check_choice(
+    drafter: DrafterName, checkpoint: Path | None, documents: Path | None, inner: str | None = None
+) -> None:
     """Raises ModelError, in one line, when a drafter lacks something, or is given what it would not use."""
     if drafter in _MODEL_NEEDED and checkpoint is None:
         raise ModelError(f"the drafter {drafter} needs a checkpoint")
@@ -23,6 +25,8 @@ def check_choice(drafter: DrafterName, checkpoint: Path | None, documents: Path 
         raise ModelError("the drafter retrieval needs documents")
     if drafter not in _DOCUMENTS_USED and documents is not None:
         raise ModelError(f"the drafter {drafter} uses no documents: retrieval and merged do")
+    if drafter != "cascade" and inner is not None:
+        raise ModelError(f"the drafter {drafter} uses no inner draft service: cascade does")
     if drafter == "merged" and checkpoint is None and documents is None:
         raise ModelError("the drafter merged needs a checkpoint or documents: suffix alone is the drafter suffix")
 

@@ -113,7 +113,7 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["draft", "--tokenizer", "no/such/folder"], "--tokenizer: no/such/folder has no tokenizer.json"),
         (["draft", "--model", "no/such/folder"], "no model at no/such/folder"),
         (["draft", "--weights", "int4"], "--weights"),
-        (["draft", "--inner", "localhost:1"], "--inner: only the drafter cascade has one inside"),
+        (["draft", "--inner", "localhost:1"], "the drafter auto uses no inner draft service: cascade does"),
         (["draft", "--drafter", "cascade", "--inner", "localhost"], "--inner: 'localhost' is not HOST:PORT"),
         (["draft", "--weights", "int8", "--drafter", "ngram"], "--weights int8: there is no model"),
         (["draft", "--weights", "int8", "--gpu"], "--weights int8: only on CPUs"),

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from deployments import cli
-from deployments.app import build, registry_name, shared_tokens
+from deployments.app import build, draft_config, registry_name, shared_tokens
 from deployments.config import ConfigError, ServeConfig, check_config, chosen_config, load_config, parse_config
 from deployments.ingress import fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
@@ -78,6 +78,9 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (("models", 0, "draft"), {"drafter": "cascade"}, "models.0.draft: the drafter cascade needs a checkpoint"),
         (("models", 0, "draft"), {"drafter": "merged"}, "the drafter merged needs a checkpoint or documents"),
         (("models", 0, "draft", "drafter"), "ngram", "models.0.draft: the drafter ngram uses no checkpoint"),
+        (("models", 0, "draft", "inner"), "there:1", "models.0.draft: the drafter auto uses no inner draft service"),
+        (("models", 0, "draft", "inner"), "there", "models.0.draft.inner: 'there' is not HOST:PORT"),
+        (("models", 0, "draft", "inner"), "there:0", "models.0.draft.inner: 'there:0' is not HOST:PORT"),
         (("models", 0, "draft", "documents"), "texts", "models.0.draft: the drafter auto uses no documents"),
         (("models", 0, "target", "engine"), "tgi", "models.0.target.engine: Input should be 'paceline' or 'vllm'"),
         (("models", 0, "target", "engine_args"), {"seed": 1}, "engine_args is no setting of the engine paceline"),
@@ -154,6 +157,13 @@ def test_a_draft_replica_is_told_what_was_chosen(tmp_path: Path) -> None:
     draft, _, _ = drafts["code"]._bound_deployment.init_args
     chosen = (draft.model, draft.drafter, draft.documents, draft.tokenizer, draft.name)
     assert chosen == (None, "retrieval", tmp_path / "text", exact.TARGET, "code")
+
+
+def test_a_cascade_is_told_where_its_inner_draft_service_is() -> None:
+    options = {"drafter": "cascade", "checkpoint": str(exact.DRAFT), "inner": "there:9101"}
+    model = parse_config(changed("models", 0, "draft", to=options)).models[0]
+    assert model.draft is not None
+    assert draft_config(model, model.draft).inner == "there:9101"
 
 
 @pytest.mark.parametrize(

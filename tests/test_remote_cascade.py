@@ -6,9 +6,11 @@ from contextlib import contextmanager
 import pytest
 
 from cluster.draft import DraftReplica
+from cluster.drafters import DraftConfig, make_drafter
 from cluster.faulty_link import FaultyLink
 from cluster.grpc_server import DraftServer
 from cluster.link import memory_link
+from cluster.placement import Placement
 from cluster.remote_drafter import RemoteDrafter
 from cluster.target import TargetReplica
 from engine.decode import decode
@@ -97,3 +99,18 @@ def test_what_the_service_grows_is_in_the_outer_tree_and_its_end_is_survived(dra
         cascade.check()
         remote.hang_up()
     assert draft.pool.used_pages == 0
+
+
+def test_a_configured_cascade_asks_the_service_that_it_names() -> None:
+    with drafting(RetrievalDrafter(Documents([[5, 6, 7, 8]]))) as service:
+        server = DraftServer("127.0.0.1", 0, service.add_link)
+        config = DraftConfig(exact.DRAFT, "float32", 4096, drafter="cascade", inner=server.address)
+        cascade = make_drafter(config, Placement())
+        cascade.open(1, [5, 6], SamplingParams())
+        until(lambda: bool(cascade.grow()) and service.stats().sessions == 1, "the service has the session")
+        cascade.close(1)
+        assert isinstance(cascade, CascadeDrafter)
+        assert isinstance(cascade._inner, RemoteDrafter)
+        cascade._inner.hang_up()
+        until(lambda: service.stats().streams == 0, "the link is gone")
+        server.stop()

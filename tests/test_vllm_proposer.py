@@ -10,13 +10,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from cluster.address import parse_address
 from cluster.content import ContentSessions
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
 from cluster.target_state import TargetState
 from cluster.vllm_proposer import Proposals, ProposerOptions
-from deployments.draft import parse_address
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner

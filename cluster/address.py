@@ -1,0 +1,13 @@
+"""Addresses as people write them. Imports nothing slow."""
+
+
+def parse_address(text: str, option: str = "", listens: bool = False) -> tuple[str, int]:
+    """(host, port) of "host:port". Raises ValueError, which names the option if there is one.
+
+    listens: port 0 is allowed, and takes any.
+    """
+    host, separator, port = text.rpartition(":")
+    known = bool(separator and host) and port.isascii() and port.isdigit() and (not listens) <= int(port) <= 65535
+    if not known:
+        raise ValueError(f"{option}: {text!r} is not HOST:PORT" if option else f"{text!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
