@@ -7,7 +7,13 @@ def parse_address(text: str, option: str = "", listens: bool = False) -> tuple[s
     listens: port 0 is allowed, and takes any.
     """
     host, separator, port = text.rpartition(":")
-    known = bool(separator and host) and port.isascii() and port.isdigit() and (not listens) <= int(port) <= 65535
+    known = (
+        bool(separator and host)
+        and "/" not in host
+        and port.isascii()
+        and port.isdigit()
+        and (not listens) <= int(port) <= 65535
+    )
     if not known:
         raise ValueError(f"{option}: {text!r} is not HOST:PORT" if option else f"{text!r} is not HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -5,6 +5,7 @@ Every message costs both sides and the cores they share; growth sent earlier wou
 
 _EARLY = 0.8  # of a step's time: it may be shorter than the last ones
 _RATE = 0.2  # weight of the newest observation
+_SAME = 0.1  # of a step's time: commits closer than this are of one step
 
 
 class Cadence:
@@ -21,10 +22,10 @@ class Cadence:
         self._began, self._next = None, now
 
     def committed(self, now: float) -> None:
-        """A commit came in at `now`, perhaps a while ago: the target began another step. Of several at once all but one
-        change nothing.
+        """A commit came in at `now`, perhaps a while ago: the target began another step. Of those that come together the
+        first says so.
         """
-        if self._began is None or now > self._began:
+        if self._began is None or now - self._began > _SAME * self._step:
             if self._began is not None:
                 self._step = _blend(self._step, now - self._began)
             self._begin(now)

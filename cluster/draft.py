@@ -111,9 +111,7 @@ class DraftReplica:
         heard = False
         for stream, link in list(self._links.items()):
             alive = link.alive
-            messages = link.receive()
-            arrived = link.arrived_s  # the target began its step before this turn could look
-            for message in messages:
+            for arrived, message in link.receive_timed():
                 heard = True
                 self._apply(self._state.received(stream, message, now))
                 if isinstance(message, Open):

@@ -75,7 +75,7 @@ class DraftConfig:
 
 def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
     """The drafter that a configuration names, ready to run; raises ModelError."""
-    check_choice(config.drafter, config.model, config.documents)
+    check_choice(config.drafter, config.model, config.documents, config.inner)
     warm_up_loops()
     drafter = _make(config, placement)
     warm_up_drafter(drafter)

@@ -1,6 +1,7 @@
 """A link that loses, doubles, delays and invents messages: a test tool, and a way to try how a cluster bears it."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -53,6 +54,9 @@ class FaultyLink(Generic[Out, In]):
             self._notify()
         return messages
 
+    def receive_timed(self) -> list[tuple[float, In]]:
+        return [(time.monotonic(), message) for message in self.receive()]
+
     def wait(self, timeout_s: float) -> bool:
         return self._held() or self._inner.wait(timeout_s)
 
@@ -63,10 +67,6 @@ class FaultyLink(Generic[Out, In]):
     def _held(self) -> bool:
         """Whether more calls of `receive` would bring something forth."""
         return bool(self._sent.held or self._received.held)
-
-    @property
-    def arrived_s(self) -> float:
-        return self._inner.arrived_s
 
     @property
     def ready_to_send(self) -> bool:

@@ -50,6 +50,9 @@ class Link(Protocol[_OutP, In]):
     def receive(self) -> list[In]:
         """Everything that arrived since the last call, also what arrived before the other end died."""
 
+    def receive_timed(self) -> list[tuple[float, In]]:
+        """The same, with when each came in, by the monotonic clock: its owner may have been busy since."""
+
     def wait(self, timeout_s: float) -> bool:
         """Blocks until something can be received or the link is dead: True; False after `timeout_s` seconds."""
 
@@ -59,10 +62,6 @@ class Link(Protocol[_OutP, In]):
         It may be called from any thread, at once if there is a reason already, and too often. It must be quick and
         leave the link alone: setting an event is what it is for.
         """
-
-    @property
-    def arrived_s(self) -> float:
-        """When the newest message came in, by the monotonic clock: its owner may have been busy since. 0: none has."""
 
     @property
     def ready_to_send(self) -> bool:
@@ -86,11 +85,10 @@ class Pipe:
     def __init__(self) -> None:
         self.closed = False
         self.dropped = 0
-        self.put_s = 0.0  # when the newest frame was put
         self.on_readable: Callable[[], None] | None = None  # the reader's notify
         self.on_idle: Callable[[], None] | None = None  # the writer's notify
         self._changed = threading.Condition(threading.Lock())
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[tuple[float, bytes]] = deque()  # with when they were put, by the monotonic clock
         self._bytes = 0
         self._taken = False  # a transport holds the frame it took last
         self._idle_missed = False  # the writer asked and was told to wait
@@ -100,12 +98,12 @@ class Pipe:
         with self._changed:
             if self.closed:
                 return
-            self.put_s = time.monotonic()
+            now = time.monotonic()
             for frame in frames:
-                self._frames.append(frame)
+                self._frames.append((now, frame))
                 self._bytes += len(frame)
             while len(self._frames) > MAX_QUEUED_MESSAGES or self._bytes > MAX_QUEUED_BYTES:
-                self._bytes -= len(self._frames.popleft())
+                self._bytes -= len(self._frames.popleft()[1])
                 self.dropped += 1
             self._changed.notify()
         _call(self.on_readable)
@@ -119,12 +117,12 @@ class Pipe:
             if self.closed:
                 return None
             self._taken = True
-            frame = self._frames.popleft()
+            _, frame = self._frames.popleft()
             self._bytes -= len(frame)
             return frame
 
-    def take_all(self) -> list[bytes]:
-        """Every frame there is, also once closed; never blocks."""
+    def take_all(self) -> list[tuple[float, bytes]]:
+        """Every frame there is, with when it was put; also once closed; never blocks."""
         with self._changed:
             frames = list(self._frames)
             self._frames.clear()
@@ -194,10 +192,13 @@ class PipeLink(Generic[Out, In]):
             self._outgoing.put(frames)
 
     def receive(self) -> list[In]:
-        messages: list[In] = []
-        for frame in self._incoming.take_all():
+        return [message for _, message in self.receive_timed()]
+
+    def receive_timed(self) -> list[tuple[float, In]]:
+        messages: list[tuple[float, In]] = []
+        for put, frame in self._incoming.take_all():
             try:
-                messages += self._decode(frame)
+                messages += [(put, message) for message in self._decode(frame)]
             except WireError:
                 self._garbled += 1
             else:
@@ -211,10 +212,6 @@ class PipeLink(Generic[Out, In]):
         self._incoming.on_readable = self._outgoing.on_idle = notify
         if self._incoming.readable():
             _call(notify)
-
-    @property
-    def arrived_s(self) -> float:
-        return self._incoming.put_s
 
     @property
     def ready_to_send(self) -> bool:

@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from cluster.grpc_link import connect
@@ -55,12 +54,18 @@ class RemoteDrafter:
 
         def keep() -> None:
             link: Link[Down, Up] | None = None
+            warned = False
             while not self._closing.is_set():
                 if link is None or not link.alive:
-                    with suppress(LinkError):
+                    try:
                         link = connect(address, _CONNECT_TIMEOUT_S)
                         self.add_link(link)
                         logger.info("linked to the draft service at %s", address)
+                        warned = False
+                    except LinkError as error:
+                        if not warned:
+                            logger.warning("%s; drafting without it until it is there", error)
+                        warned = True
                 self._closing.wait(_LOOK_EVERY_S)
 
         threading.Thread(target=keep, name="paceline-inner-link", daemon=True).start()

@@ -207,9 +207,11 @@ class TargetReplica:
         self._drafts.receive()  # what grew during the step, before the roots move
         for plan, outcome in zip(plans, outcomes, strict=True):
             self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
-        self._drafts.stepped(sum(outcome.accepted for outcome in outcomes))
+        decoded = any(outcome.decoded for outcome in outcomes)
+        if decoded:
+            self._drafts.stepped(sum(outcome.accepted for outcome in outcomes))
         self._drafts.send()
-        if any(outcome.decoded for outcome in outcomes):
+        if decoded:
             step_s = time.monotonic() - started
             self._stats.active_s += step_s
             self._learn(plans, outcomes, step_s, waited_s)

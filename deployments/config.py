@@ -407,6 +407,11 @@ def check_config(config: ServeConfig) -> None:
             raise ConfigError(f"http.{name}: there is no file {path}")
     if config.http.api_keys_file is not None and not config.http.keys():
         raise ConfigError("http.api_keys_file: it holds no key")
+    if config.http.keys():
+        for index, model in enumerate(config.models):
+            if model.draft is not None and model.draft.inner is not None and not model.share_outputs:
+                reason = "the service there may guess for one client from what others were answered"
+                raise ConfigError(f"models.{index}.draft.inner: {reason}; if it may, say share_outputs: true")
 
 
 def _check_model(where: str, path: Path, own_engine: bool = True) -> dict[str, Any]:

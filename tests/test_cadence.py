@@ -1,8 +1,16 @@
 """When a draft tells its target what grew: just before it looks, once per step, at once when it waits."""
 
+import threading
+import time
+
 import pytest
 
 from cluster.cadence import Cadence
+from cluster.draft import DraftReplica
+from cluster.link import memory_link
+from engine.prefix import HandleChain
+from engine.types import Commit, Open, SamplingParams
+from tests.cluster_fixtures import PATIENCE_S, GuessingDrafter, until
 
 STEP, TURN = 0.010, 0.003
 
@@ -36,8 +44,8 @@ def test_the_commits_of_many_sessions_are_one_step(cadence: Cadence) -> None:
     began = 1.0
     for _ in range(50):
         began += STEP
-        for _ in range(8):
-            cadence.committed(began)
+        for session in range(8):  # in messages of their own, one right behind the other
+            cadence.committed(began + 0.00001 * session)
     assert not cadence.due(began + TURN)
     assert cadence.due(began + 2 * TURN)
 
@@ -68,3 +76,39 @@ def test_a_new_session_wants_growth_at_once_and_its_pause_is_no_step(cadence: Ca
     cadence.committed(100.02)
     assert not cadence.due(100.02 + TURN)
     assert cadence.due(100.02 + 2 * TURN)
+
+
+class _Held(GuessingDrafter):
+    """A draft step of it takes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def grow(self) -> list[int]:
+        grown = super().grow()
+        if grown:
+            self.steps.release()
+            assert self.go.acquire(timeout=PATIENCE_S)
+        return grown
+
+
+def test_a_step_begins_when_its_commit_comes_in_not_when_the_draft_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[float] = []
+    monkeypatch.setattr(Cadence, "committed", lambda self, now: began.append(now))
+    near, far = memory_link()
+    drafter = _Held()
+    replica = DraftReplica(drafter)
+    try:
+        replica.add_link(far)
+        near.send([Open(1, (3, 4), SamplingParams())])
+        assert drafter.steps.acquire(timeout=PATIENCE_S)  # the draft is in a step
+        near.send([Commit(1, HandleChain([3, 4, 5]).handle, (5,), mirrored=False)])
+        before = time.monotonic()
+        for _ in range(100):  # more than it can take
+            drafter.go.release()
+        until(lambda: bool(began), "the draft looks")
+        assert began[0] <= before
+    finally:
+        near.close()
+        replica.close()

@@ -164,6 +164,11 @@ def test_a_cascade_is_told_where_its_inner_draft_service_is() -> None:
     model = parse_config(changed("models", 0, "draft", to=options)).models[0]
     assert model.draft is not None
     assert draft_config(model, model.draft).inner == "there:9101"
+    separate = changed("models", 0, "draft", to=options) | {"http": {"api_keys": ["one"]}}
+    with pytest.raises(ConfigError, match=r"models.0.draft.inner: .*; if it may, say share_outputs: true"):
+        check_config(parse_config(separate))
+    separate["models"][0]["share_outputs"] = True
+    check_config(parse_config(separate))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from random import Random
@@ -179,6 +180,17 @@ def test_the_target_closing_is_noticed(ends: Ends) -> None:
     target, draft = ends
     target.close()
     wait_until_dead(draft)
+
+
+def test_messages_come_with_when_they_came_in(ends: Ends) -> None:
+    target, draft = ends
+    sent = time.monotonic()
+    target.send(renews(1))
+    assert draft.wait(PATIENCE_S)
+    here = time.monotonic()
+    [(arrived, message)] = draft.receive_timed()
+    assert [message] == renews(1)
+    assert sent <= arrived <= here
 
 
 def test_ready_again_after_the_transport_took_it(ends: Ends) -> None:

@@ -6,9 +6,8 @@ import pytest
 
 from cluster.target_state import TargetState
 from engine.drafters.model import Growing, ModelDrafter
-from engine.drafters.ngram import Earned, Lookup, NgramIndex
+from engine.drafters.ngram import NgramIndex
 from engine.runner import ModelRunner
-from engine.tree import TokenTree
 from engine.types import Commit, SamplingParams
 
 REPEATED = [11, 12, 13, 14] * 3
@@ -75,34 +74,6 @@ def test_confidence_is_what_lookups_have_earned(drafter: ModelDrafter) -> None:
         drafter.commit(1, [200 + wrong])  # where 11 was looked up
     drafter.commit(1, [11, 12, 13, 14])
     assert drafter.tree(1).size == 1, "what is mostly wrong stays out"
-
-
-def test_where_lookups_are_mostly_wrong_few_are_made() -> None:
-    earned = Earned()
-    for _ in range(60):
-        assert earned.worth_looking(greedy=False), "they are not known to be wrong yet"
-    for _ in range(60):
-        earned.learn(False, 2, right=False)
-    assert sum(earned.worth_looking(greedy=False) for _ in range(160)) == 10
-    assert all(earned.worth_looking(greedy=True) for _ in range(160))
-    for _ in range(20):
-        earned.learn(False, 2, right=True)
-    assert all(earned.worth_looking(greedy=False) for _ in range(160))
-
-
-def test_what_was_not_looked_up_teaches_nothing() -> None:
-    earned = Earned()
-    for _ in range(60):
-        earned.learn(True, 4, right=False)
-    lookup, tree = Lookup(REPEATED, True, earned, 5), TokenTree(REPEATED[-1], 16)
-    before = earned.confidences(True, 4, 4, 1)
-    guesses = 0
-    for token in REPEATED:  # it goes on as it did before
-        lookup.hang(tree)
-        guesses += lookup._guess is not None
-        lookup.commit([token])
-    assert guesses == 0
-    assert earned.confidences(True, 4, 4, 1) == before
 
 
 def test_sampled_sessions_earn_their_own_confidence(drafter: ModelDrafter) -> None:

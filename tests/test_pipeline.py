@@ -21,6 +21,7 @@ from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.intake import Closed, Overloaded
 from cluster.link import Link, memory_link
+from cluster.linked import LinkedDrafts
 from cluster.target import TargetReplica
 from engine.attention import SequenceRows
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
@@ -524,6 +525,18 @@ def test_nonsense_from_a_draft_changes_nothing(
         if kind in ("unknown ids", "wrong parents"):
             assert stats.verified == 0
         stub.close()
+
+
+def test_prompts_alone_put_no_draft_to_rest(
+    target: ModelRunner, draft: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(LinkedDrafts, "stepped", lambda self, accepted: counted.append(accepted))
+    ones = [replace(request, params=replace(request.params, max_tokens=1)) for request in case().requests]
+    with drafting(ModelDrafter(draft)) as drafts, serving(target) as replica, memory(replica, drafts):
+        assert [len(tokens) for tokens in outputs(submit(replica, ones))] == [1] * len(ones)
+        alone = sum(len(request.prompt) == 1 for request in ones)  # their first token needs no prompt read
+    assert len(counted) <= alone
 
 
 def test_a_hung_draft_holds_nobody_up(target: ModelRunner, case: MakeCase) -> None:

@@ -107,7 +107,12 @@ def test_a_configured_cascade_asks_the_service_that_it_names() -> None:
         config = DraftConfig(exact.DRAFT, "float32", 4096, drafter="cascade", inner=server.address)
         cascade = make_drafter(config, Placement())
         cascade.open(1, [5, 6], SamplingParams())
-        until(lambda: bool(cascade.grow()) and service.stats().sessions == 1, "the service has the session")
+
+        def known() -> bool:
+            cascade.grow()  # which also says what there is to say
+            return service.stats().sessions == 1
+
+        until(known, "the service has the session")
         cascade.close(1)
         assert isinstance(cascade, CascadeDrafter)
         assert isinstance(cascade._inner, RemoteDrafter)

@@ -86,7 +86,7 @@ def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> N
     assert tree.likeliest(1, 0.0) == [8]
 
 
-@pytest.mark.parametrize("text", ["9100", ":9100", "host:", "host:x", "host:70000"])
+@pytest.mark.parametrize("text", ["9100", ":9100", "host:", "host:x", "host:70000", "host:0", "http://host:80"])
 def test_an_address_that_is_none_is_told(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_address(text)

@@ -20,7 +20,6 @@ _AT_ONCE = 4  # nodes looked up in a step
 _PLACES = 16  # looked at in other texts
 _ROOM = 4  # chains that fit in a tree
 _LEARN = 0.05  # weight of the newest lookup
-_LOOK_AGAIN = 16  # where lookups are mostly wrong, so rarely is anything looked up
 
 
 class NgramIndex:
@@ -60,13 +59,6 @@ class Earned:
 
     def __init__(self) -> None:
         self._right = {greedy: [_TRUST] * (_LONGEST_SHARED + 1) for greedy in (True, False)}
-        self._rate = dict.fromkeys(self._right, _TRUST)  # of all lengths together
-        self._asked = dict.fromkeys(self._right, 0)
-
-    def worth_looking(self, greedy: bool) -> bool:
-        """Whether to look anything up: rarely where that is mostly wrong, since looking takes time too."""
-        self._asked[greedy] += 1
-        return self._rate[greedy] > _DOUBTFUL or self._asked[greedy] % _LOOK_AGAIN == 0
 
     def confidences(self, greedy: bool, matched: int, longest: int, count: int) -> list[float]:
         """That each of `count` tokens is right which followed a match of so many tokens: it grows with them to `longest`."""
@@ -76,7 +68,6 @@ class Earned:
     def learn(self, greedy: bool, matched: int, right: bool) -> None:
         """A lookup was right, or not."""
         self._right[greedy][matched] += _LEARN * (right - self._right[greedy][matched])
-        self._rate[greedy] += _LEARN * (right - self._rate[greedy])
 
 
 class Lookup:
@@ -117,8 +108,7 @@ class Lookup:
 
     def hang(self, tree: TokenTree) -> None:
         """Hangs what followed the last tokens earlier below the root, unless lookups are mostly wrong."""
-        self._guess = None
-        if self._count and self._earned.worth_looking(self._greedy):
+        if self._count:
             matched, tokens = self._find()
             self._guess = (matched, tokens[0]) if tokens else None
             confidences = self._earned.confidences(self._greedy, matched, self._longest, len(tokens))
