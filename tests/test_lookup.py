@@ -6,8 +6,9 @@ import pytest
 
 from cluster.target_state import TargetState
 from engine.drafters.model import Growing, ModelDrafter
-from engine.drafters.ngram import NgramIndex
+from engine.drafters.ngram import Earned, Lookup, NgramIndex
 from engine.runner import ModelRunner
+from engine.tree import TokenTree
 from engine.types import Commit, SamplingParams
 
 REPEATED = [11, 12, 13, 14] * 3
@@ -74,6 +75,29 @@ def test_confidence_is_what_lookups_have_earned(drafter: ModelDrafter) -> None:
         drafter.commit(1, [200 + wrong])  # where 11 was looked up
     drafter.commit(1, [11, 12, 13, 14])
     assert drafter.tree(1).size == 1, "what is mostly wrong stays out"
+    for _ in range(4):  # also where it is looked up
+        drafter.commit(1, [99])
+        drafter.commit(1, [11, 12, 13, 14])
+        assert 200 + 59 not in drafter.tree(1).token[1 : drafter.tree(1).size].tolist()
+
+
+def test_where_guesses_are_wrong_one_after_the_other_few_are_made() -> None:
+    earned = Earned()
+    lookup, tree = Lookup(REPEATED, False, earned, 5), TokenTree(REPEATED[-1], 16)
+    looked = []
+    for commit in range(40):  # always the same text before, and never what followed it
+        lookup.hang(tree)
+        looked.append(lookup._guess is not None)
+        lookup.commit([100 + commit, 11, 12, 13, 14])
+    assert looked[:9] == [True] * 9
+    assert sum(looked[12:]) == len(looked[12:]) // 4
+    assert earned.confidences(False, 4, 4, 1)[0] < 0.2
+    for _ in range(8):  # the text repeats itself now
+        lookup.hang(tree)
+        looked.append(lookup._guess is not None)
+        lookup.commit([139])
+        lookup.commit([11, 12, 13, 14])
+    assert sum(looked[-4:]) == 4, "one right guess, and it is looked up every time"
 
 
 def test_sampled_sessions_earn_their_own_confidence(drafter: ModelDrafter) -> None:

@@ -20,6 +20,8 @@ _AT_ONCE = 4  # nodes looked up in a step
 _PLACES = 16  # looked at in other texts
 _ROOM = 4  # chains that fit in a tree
 _LEARN = 0.05  # weight of the newest lookup
+_IN_VAIN = 8  # wrong guesses in a row in a session, after which it looks up rarely
+_LOOK_AGAIN = 4  # then: every so many commits
 
 
 class NgramIndex:
@@ -85,12 +87,17 @@ class Lookup:
         self._earned = earned
         self._count = count
         self._guess: tuple[int, int] | None = None  # the last lookup: tokens matched, the token that followed
+        self._wrong = 0  # guesses in a row
+        self._commits = 0
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes what came, and compares it with what the last lookup said."""
         if self._guess is not None:
             matched, guessed = self._guess
-            self._earned.learn(self._greedy, matched, guessed == tokens[0])
+            right = guessed == tokens[0]
+            self._earned.learn(self._greedy, matched, right)
+            self._wrong = 0 if right else self._wrong + 1
+        self._commits += 1
         self._index.extend(tokens)
         self._last = [*self._last, *tokens][-self._longest :]
 
@@ -107,8 +114,12 @@ class Lookup:
         return matched, tokens
 
     def hang(self, tree: TokenTree) -> None:
-        """Hangs what followed the last tokens earlier below the root, unless lookups are mostly wrong."""
-        if self._count:
+        """Hangs what followed the last tokens earlier below the root, unless lookups are mostly wrong.
+
+        Looking takes time too: where one guess after the other was wrong, it is only done now and then.
+        """
+        self._guess = None
+        if self._count and (self._wrong < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
             matched, tokens = self._find()
             self._guess = (matched, tokens[0]) if tokens else None
             confidences = self._earned.confidences(self._greedy, matched, self._longest, len(tokens))
