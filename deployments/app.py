@@ -112,8 +112,7 @@ def target_config(name: str, options: TargetOptions, shared: int = SHARED, draft
 
 def shared_tokens(model: ModelOptions, args: ServeConfig) -> int:
     """Tokens of earlier outputs that may be drafted from; 0 where clients must not learn of each other."""
-    shared = model.share_outputs if model.share_outputs is not None else not args.http.keys()
-    return SHARED if shared else 0
+    return SHARED if args.shares(model) else 0
 
 
 def draft_config(model: ModelOptions, options: DraftOptions, shared: int = SHARED) -> DraftConfig:

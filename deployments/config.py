@@ -316,6 +316,10 @@ class ServeConfig(_Settings):
                 raise ValueError(f"models: the draft ports of {model.name} include {taken[0]}, which the API has")
         return self
 
+    def shares(self, model: ModelOptions) -> bool:
+        """Whether one client may be drafted for from what others were answered."""
+        return model.share_outputs if model.share_outputs is not None else not self.http.keys()
+
     def arguments(self) -> dict[str, Any]:
         """As plain values, for Serve, which logs and shows them: API keys are replaced by their digests."""
         values: dict[str, Any] = self.model_dump(mode="json")
@@ -407,11 +411,10 @@ def check_config(config: ServeConfig) -> None:
             raise ConfigError(f"http.{name}: there is no file {path}")
     if config.http.api_keys_file is not None and not config.http.keys():
         raise ConfigError("http.api_keys_file: it holds no key")
-    if config.http.keys():
-        for index, model in enumerate(config.models):
-            if model.draft is not None and model.draft.inner is not None and not model.share_outputs:
-                reason = "the service there may guess for one client from what others were answered"
-                raise ConfigError(f"models.{index}.draft.inner: {reason}; if it may, say share_outputs: true")
+    for index, model in enumerate(config.models):
+        if model.draft is not None and model.draft.inner is not None and not config.shares(model):
+            reason = "the service there may guess for one client from what others were answered"
+            raise ConfigError(f"models.{index}.draft.inner: {reason}; if it may, say share_outputs: true")
 
 
 def _check_model(where: str, path: Path, own_engine: bool = True) -> dict[str, Any]:

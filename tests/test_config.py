@@ -164,11 +164,19 @@ def test_a_cascade_is_told_where_its_inner_draft_service_is() -> None:
     model = parse_config(changed("models", 0, "draft", to=options)).models[0]
     assert model.draft is not None
     assert draft_config(model, model.draft).inner == "there:9101"
-    separate = changed("models", 0, "draft", to=options) | {"http": {"api_keys": ["one"]}}
-    with pytest.raises(ConfigError, match=r"models.0.draft.inner: .*; if it may, say share_outputs: true"):
-        check_config(parse_config(separate))
-    separate["models"][0]["share_outputs"] = True
-    check_config(parse_config(separate))
+    for keys, shares, refused_here in (
+        [["one"], None, True],
+        [["one"], True, False],
+        [[], False, True],
+        [[], None, False],
+    ):
+        values = changed("models", 0, "draft", to=options) | {"http": {"api_keys": keys}}
+        values["models"][0]["share_outputs"] = shares
+        if refused_here:
+            with pytest.raises(ConfigError, match=r"models.0.draft.inner: .*; if it may, say share_outputs: true"):
+                check_config(parse_config(values))
+        else:
+            check_config(parse_config(values))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.target_state import TargetState
+from engine.drafters import ngram
 from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import Earned, Lookup, NgramIndex
 from engine.runner import ModelRunner
@@ -63,7 +64,8 @@ def test_without_repetition_or_without_lookup_the_model_begins(draft: ModelRunne
         drafter.close(1)
 
 
-def test_confidence_is_what_lookups_have_earned(drafter: ModelDrafter) -> None:
+def test_confidence_is_what_lookups_have_earned(drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "_IN_VAIN", 1000)  # it is looked up after every commit
     drafter.open(1, REPEATED, SamplingParams())
     doubtful = float(drafter.tree(1).confidence[1])
     for _ in range(20):
@@ -75,10 +77,6 @@ def test_confidence_is_what_lookups_have_earned(drafter: ModelDrafter) -> None:
         drafter.commit(1, [200 + wrong])  # where 11 was looked up
     drafter.commit(1, [11, 12, 13, 14])
     assert drafter.tree(1).size == 1, "what is mostly wrong stays out"
-    for _ in range(4):  # also where it is looked up
-        drafter.commit(1, [99])
-        drafter.commit(1, [11, 12, 13, 14])
-        assert 200 + 59 not in drafter.tree(1).token[1 : drafter.tree(1).size].tolist()
 
 
 def test_where_guesses_are_wrong_one_after_the_other_few_are_made() -> None:
@@ -95,8 +93,7 @@ def test_where_guesses_are_wrong_one_after_the_other_few_are_made() -> None:
     for _ in range(8):  # the text repeats itself now
         lookup.hang(tree)
         looked.append(lookup._guess is not None)
-        lookup.commit([139])
-        lookup.commit([11, 12, 13, 14])
+        lookup.commit([139, 11, 12, 13, 14])
     assert sum(looked[-4:]) == 4, "one right guess, and it is looked up every time"
 
 

@@ -97,6 +97,7 @@ class Lookup:
             right = guessed == tokens[0]
             self._earned.learn(self._greedy, matched, right)
             self._wrong = 0 if right else self._wrong + 1
+            self._guess = None
         self._commits += 1
         self._index.extend(tokens)
         self._last = [*self._last, *tokens][-self._longest :]
@@ -118,7 +119,6 @@ class Lookup:
 
         Looking takes time too: where one guess after the other was wrong, it is only done now and then.
         """
-        self._guess = None
         if self._count and (self._wrong < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
             matched, tokens = self._find()
             self._guess = (matched, tokens[0]) if tokens else None
