@@ -144,7 +144,7 @@ def tight(_tight: ModelRunner) -> Iterator[ModelRunner]:
 def crowd(texts: Sequence[exact.Tokens], temperature: float) -> list[GenerationRequest]:
     """They get in with three pages each and soon need a fourth."""
     prompts = [text[:length] for text, length in zip(texts[12:], [28, 30, 17, 31, 29, 24], strict=False)]
-    return exact.make_requests(prompts, temperature, 24)
+    return exact.make_requests(prompts, temperature, 48)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

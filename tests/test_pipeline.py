@@ -533,7 +533,7 @@ def test_prompts_alone_put_no_draft_to_rest(
     counted: list[int] = []
     monkeypatch.setattr(LinkedDrafts, "stepped", lambda self, accepted: counted.append(accepted))
     long = [request for request in case().requests if len(request.prompt) > 1]
-    ones = [replace(each, params=replace(each.params, max_tokens=1), salt=b"nobody else's") for each in long]
+    ones = [replace(each, params=replace(each.params, max_tokens=1), salt=b"read once") for each in long]
     with drafting(ModelDrafter(draft)) as drafts, serving(target, max_batch=1) as replica, memory(replica, drafts):
         assert [len(tokens) for tokens in outputs(submit(replica, ones))] == [1] * len(ones)
     assert counted == [], "steps that read prompts only"
