@@ -15,5 +15,6 @@ def parse_address(text: str, option: str = "", listens: bool = False) -> tuple[s
         and (not listens) <= int(port) <= 65535
     )
     if not known:
-        raise ValueError(f"{option}: {text!r} is not HOST:PORT" if option else f"{text!r} is not HOST:PORT")
+        message = f"{text!r} is not HOST:PORT"
+        raise ValueError(f"{option}: {message}" if option else message)
     return host.removeprefix("[").removesuffix("]"), int(port)
