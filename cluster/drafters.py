@@ -14,7 +14,6 @@ from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
 from engine.automatic import SHARED
 from engine.checkpoint import ModelError
 from engine.choice import DrafterName, check_choice
-from engine.cpu import Weights
 from engine.drafters import Drafter
 from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.early_exit import EarlyExitDrafter
@@ -27,6 +26,7 @@ from engine.drafters.retrieval import Documents, RetrievalDrafter, load_document
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
 from engine.local_choice import LocalName, check_local
+from engine.quantized import Weights
 from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer
 
@@ -50,7 +50,7 @@ class DraftConfig:
     growing: Growing = field(default_factory=Growing)
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's, or the drafter's
-    weights: Weights = "auto"  # "int8": of large layers, on CPUs
+    weights: Weights = "auto"  # of large layers: "int8", or on GPUs "int4"
     drafter: DrafterName = "auto"
     documents: Path | None = None  # a text file, or a folder of them
     tokenizer: Path | None = None  # folder with the target's; none: the model's own, which the target shares

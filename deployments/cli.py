@@ -321,8 +321,11 @@ def draft(
     ] = None,
     dtype: DtypeOption = "auto",
     weights: Annotated[
-        Literal["auto", "int8"],
-        typer.Option(metavar="KIND", help="auto, or int8: large layers rounded to 8 bits, on CPUs; the guesses change"),
+        Literal["auto", "int8", "int4"],
+        typer.Option(
+            metavar="KIND",
+            help="auto, or int8, on GPUs also int4: large layers rounded to so many bits; guesses change",
+        ),
     ] = "auto",
     kv_tokens: Annotated[int, typer.Option(min=256, help="tokens whose KV is kept, all sessions together")] = 65536,
     threads: Annotated[int, typer.Option(min=1, help="of the model's arithmetic on CPUs")] = 1,

@@ -6,17 +6,15 @@ modules are replaced depends on their shapes and classes alone: equal software g
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from engine.attention import Group, Heads, Part
 from engine.kv import KVPool
+from engine.quantized import WORTH_ROUNDING, Weights
 
-Weights = Literal["auto", "int8"]
-
-_WORTH_INT8 = 300_000  # weights of a layer; below, rounding the inputs takes longer than is saved
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
@@ -312,7 +310,7 @@ def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights = "auto") -> torch.nn.Module:
     """The faster kind of linear layer for this weight [out_features, in_features] on this machine."""
-    if weights == "int8" and weight.numel() >= _WORTH_INT8:
+    if weights == "int8" and weight.numel() >= WORTH_ROUNDING:
         return Int8Linear(weight, bias)
     if weight.dtype == torch.float32 and fits_half(weight):
         return HalfLinear(weight, bias)

@@ -19,11 +19,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
-from engine.cpu import Weights, fused_decoder, has_fast_bf16, speed_up
+from engine.cpu import fused_decoder, has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
 from engine.probe import PROBE, Unsupported, probe, refusing, register_probe
+from engine.quantized import Weights, quantize, why_not
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
@@ -58,7 +59,7 @@ class ModelRunner:
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
     `invariant_rows` rows, and each row attends to its keys gathered in position order at a length that depends on its
     position. compile: by torch.compile, all but the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
-    weights: "int8" rounds those of large layers to 8 bits, which changes the output a little: for drafts on CPUs.
+    weights: "int8" and "int4" round those of large layers to so many bits, which changes the output a little: for drafts.
     Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.
     """
 
@@ -78,10 +79,10 @@ class ModelRunner:
         values = check_checkpoint(self.path)
         self._architecture = architecture(values)
         _check_device(device)
-        if weights == "int8":
-            _check_int8(self.path, device, invariant, compile)
         self.device = device
         self.dtype = pick_dtype(dtype, device, hidden_size(values))
+        if reason := why_not(weights, device, self.dtype, invariant, compile):
+            raise ModelError(f"{self.path} can't be run with {weights} weights {reason}")
         self.invariant = invariant
         self._rows = invariant_rows
         self.model = self._load()
@@ -97,6 +98,8 @@ class ModelRunner:
             self._heads = self._probe(self.layers)
             if replaced:
                 speed_up(self.model, fuse=set(self._heads.windows) == {None}, weights=weights)
+            elif weights != "auto":
+                quantize(self.model, weights)
             self._head = output_head(self.model)
         except Unsupported as error:
             raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
@@ -225,20 +228,6 @@ def _check_device(device: str) -> None:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from error
-
-
-def _check_int8(path: Path, device: str, invariant: bool, compile: bool) -> None:
-    reason = ""
-    if device != "cpu":
-        reason = f"on device {device!r}, only on CPUs"
-    elif "fbgemm" not in torch.backends.quantized.supported_engines:
-        reason = "with this torch, which was built without FBGEMM"
-    elif invariant:
-        reason = "in invariant mode: inputs are rounded together"
-    elif compile:
-        reason = "compiled"
-    if reason:
-        raise ModelError(f"{path} can't be run with int8 weights {reason}")
 
 
 def _max_length(config: Any) -> int:

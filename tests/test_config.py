@@ -82,6 +82,12 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (("models", 0, "draft", "inner"), "there", "models.0.draft.inner: 'there' is not HOST:PORT"),
         (("models", 0, "draft", "inner"), "there:0", "models.0.draft.inner: 'there:0' is not HOST:PORT"),
         (("models", 0, "draft", "documents"), "texts", "models.0.draft: the drafter auto uses no documents"),
+        (
+            ("models", 0, "draft", "weights"),
+            "int4",
+            "models.0.draft: weights: int4 is for GPUs, and replicas.gpus is 0",
+        ),
+        (("models", 0, "draft"), {"weights": "int8"}, "models.0.draft: weights: int8, but there is no checkpoint"),
         (("models", 0, "target", "engine"), "tgi", "models.0.target.engine: Input should be 'paceline' or 'vllm'"),
         (("models", 0, "target", "engine_args"), {"seed": 1}, "engine_args is no setting of the engine paceline"),
         (
