@@ -45,7 +45,7 @@ from benchmarks.drafting_contenders import (
     expanded,
     make_contender,
 )
-from benchmarks.drafting_report import PEER, PLAIN, Row, automatic, draw, full_table, update
+from benchmarks.drafting_report import PEER, PLAIN, Row, automatic, draw, full_table, pooled, update
 from benchmarks.drafting_texts import WORKLOADS, Item, Source, repeated
 from cluster.local import bundled
 from cluster.warm import warm_up
@@ -268,8 +268,11 @@ def main(
         bool, typer.Option("--cpu-time", help="count the CPU time of this thread, not the clock's")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="3 prompts of 32 tokens at T = 0")] = False,
-    rows_file: Annotated[
-        Path | None, typer.Option("--rows", exists=True, help="take the rows of this file, measure nothing")
+    rows_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--rows", exists=True, help="take the rows of this file, measure nothing; of several, the choice is judged"
+        ),
     ] = None,
     json_file: Annotated[Path, typer.Option("--json", help="where the rows go")] = Path("build/drafting.json"),
     plot: Annotated[Path | None, typer.Option(help="where the picture goes")] = None,
@@ -282,8 +285,12 @@ def main(
     if quick:
         count, warm, tokens, temperature = 3, 1, 32, "0"
     try:
-        if rows_file is not None:
-            rows = json.loads(rows_file.read_text())
+        if rows_files:
+            runs = [json.loads(file.read_text()) for file in rows_files]
+            if len(runs) > 1:
+                typer.echo("\n".join(pooled(runs)))
+                return
+            rows = runs[0]
         else:
             require(0 <= warm < count, "warm", "some prompts must be left to count")
             require(tokens >= MIN_TOKENS, "tokens", f"at least {MIN_TOKENS}")

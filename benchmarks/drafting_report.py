@@ -1,5 +1,6 @@
 """What the drafting benchmark makes of its rows: the printed table, the one in the documentation, the picture."""
 
+import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
@@ -125,6 +126,46 @@ def automatic(rows: Sequence[Row]) -> list[str]:
             if auto is not None and picked:
                 lines.append(_verdict(auto, picked))
     return lines
+
+
+def pooled(runs: Sequence[Sequence[Row]]) -> list[str]:
+    """The same over several runs of different prompts, by geometric means over all prompts, for rows that all runs have."""
+    lines = []
+    for temperature in distinct(runs[0], "temperature"):
+        for workload in distinct(runs[0], "workload"):
+            each = _speeds(runs, temperature, workload)
+            auto = next((logs for (drafter, _), logs in each.items() if drafter == AUTO), None)
+            picked = {name: logs for name, logs in each.items() if name[0] not in (PLAIN, PEER, AUTO)}
+            if auto is None or not picked:
+                continue
+            top = max(picked, key=lambda name: statistics.fmean(picked[name]))
+            gains = [ours - other for ours, other in zip(auto, picked[top], strict=True)]
+            share, over_plain = math.exp(statistics.fmean(gains)), math.exp(statistics.fmean(auto))
+            good = share >= _NEAR_BEST and over_plain >= _NO_LOSS
+            lines.append(
+                f"{'ok' if good else 'SHORT'}: {workload}, T = {temperature:g}, {len(auto)} prompts: auto is"
+                f" {over_plain:.2f} of plain, {share:.2f} of the best ({', '.join(top)}), standard error"
+                f" {_standard_error(gains):.2f}"
+            )
+    return lines
+
+
+def _speeds(runs: Sequence[Sequence[Row]], temperature: float, workload: str) -> dict[tuple[str, str], list[float]]:
+    """Logarithms of each drafter's and window's speeds over plain, for every prompt of every run."""
+    by_name = [
+        {
+            (row["drafter"], row["window"]): row["over_plain_each"]
+            for row in rows
+            if row["workload"] == workload and row["temperature"] == temperature
+        }
+        for rows in runs
+    ]
+    common = [name for name in by_name[0] if all(name in found for found in by_name)]
+    return {name: [math.log(speed) for found in by_name for speed in found[name]] for name in common}
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def _verdict(auto: Row, picked: Sequence[Row]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.drafting import Settings, load, measure, select
-from benchmarks.drafting_report import END, START, Row, automatic, draw, update
+from benchmarks.drafting_report import END, START, Row, automatic, draw, pooled, update
 from benchmarks.drafting_texts import repeated
 from engine.types import InvalidRequest
 from tests import exact
@@ -53,6 +53,17 @@ def test_the_automatic_choice_is_held_against_the_best_row_and_plain(rows: list[
     assert automatic(made) == ["SHORT: code, T = 0: auto is 1.40 of plain, 0.93 of the best (model, chain-3)"]
     made[4]["over_plain"] = 1.45
     assert automatic(made)[0].startswith("ok:")
+
+
+def test_runs_of_different_prompts_are_judged_together(rows: list[Row]) -> None:
+    def run(**speeds: list[float]) -> list[Row]:
+        return [rows[2] | {"drafter": name, "window": "w", "over_plain_each": each} for name, each in speeds.items()]
+
+    runs = run(auto=[2.0, 2.0], model=[2.0, 4.0], here=[9.0, 9.0]), run(auto=[2.0], model=[0.5])
+    expected = "code, T = 0, 3 prompts: auto is 2.00 of plain, 1.26 of the best (model, w), standard error 0.61"
+    assert pooled(runs) == [f"ok: {expected}"]
+    runs = run(auto=[0.9], model=[1.0]), run(auto=[0.9], model=[1.0])
+    assert pooled(runs)[0].startswith("SHORT: code, T = 0, 2 prompts: auto is 0.90 of plain, 0.90 of the best")
 
 
 def test_the_best_row_is_picked_on_other_prompts_than_it_is_measured_on(rows: list[Row]) -> None:
