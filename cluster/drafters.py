@@ -13,7 +13,7 @@ from cluster.remote_drafter import RemoteDrafter
 from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
 from engine.automatic import SHARED
 from engine.checkpoint import ModelError
-from engine.choice import DrafterName, check_choice
+from engine.choice import DrafterName, Weights, check_choice
 from engine.drafters import Drafter
 from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.early_exit import EarlyExitDrafter
@@ -26,7 +26,6 @@ from engine.drafters.retrieval import Documents, RetrievalDrafter, load_document
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
 from engine.local_choice import LocalName, check_local
-from engine.quantized import Weights
 from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from deployments.cli_errors import OneLineErrors, one_line_errors, runtime_errors
 from deployments.simulate_cli import simulate
 from engine.checkpoint import ModelError, check_checkpoint, context_length
-from engine.choice import DrafterName, check_documents
+from engine.choice import DrafterName, Weights, check_documents
 from engine.local_choice import LocalName, check_heads, check_local
 from engine.types import Grammar, require
 
@@ -321,7 +321,7 @@ def draft(
     ] = None,
     dtype: DtypeOption = "auto",
     weights: Annotated[
-        Literal["auto", "int8", "int4"],
+        Weights,
         typer.Option(
             metavar="KIND",
             help="auto, or int8, on GPUs also int4: large layers rounded to so many bits; guesses change",

@@ -24,7 +24,7 @@ from cluster.address import parse_address
 from cluster.vllm_options import VllmOptions, check_options
 from deployments.keys import hidden
 from engine.checkpoint import ModelError, check_checkpoint
-from engine.choice import DrafterName, check_choice, check_documents
+from engine.choice import DrafterName, Weights, check_choice, check_documents, check_weights
 from engine.local_choice import LocalName, check_heads, check_local
 
 BUILDER = "deployments.app:build"  # what Serve imports
@@ -196,7 +196,7 @@ class DraftOptions(_Settings):
     kv_tokens: PositiveInt = Field(65536, description="tokens that the KV pool of a replica holds")
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
     ports: tuple[Port, Port] = Field((26500, 26599), description="first and last; each replica takes a free one")
-    weights: Literal["auto", "int8", "int4"] = Field("auto", description="bits of those of large layers; int4: on GPUs")
+    weights: Weights = Field("auto", description="bits of those of large layers; int4: on GPUs")
     compile: bool = Field(False, description="the model, by torch.compile")
     replicas: Resources = Resources()
     scaling: DraftScaling = DraftScaling()
@@ -206,10 +206,7 @@ class DraftOptions(_Settings):
         if self.ports[0] > self.ports[1]:
             raise ValueError(f"ports: the first is {self.ports[0]}, the last {self.ports[1]}")
         check_choice(self.drafter, self.checkpoint, self.documents, self.inner)
-        if self.weights != "auto" and self.checkpoint is None:
-            raise ValueError(f"weights: {self.weights}, but there is no checkpoint")
-        if self.weights == "int4" and not self.replicas.gpus:
-            raise ValueError("weights: int4 is for GPUs, and replicas.gpus is 0")
+        check_weights(self.weights, self.checkpoint, self.replicas.gpus > 0, self.dtype, self.compile)
         return self
 
 

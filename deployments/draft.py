@@ -13,10 +13,9 @@ from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig, make_drafter
 from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
-from engine.checkpoint import ModelError, check_checkpoint, hidden_size
-from engine.choice import DrafterName, check_choice, check_documents
-from engine.quantized import Weights, why_not
-from engine.runner import Dtype, pick_dtype
+from engine.checkpoint import ModelError, check_checkpoint
+from engine.choice import DrafterName, Weights, check_choice, check_documents, check_weights
+from engine.runner import Dtype
 
 _LOOK_EVERY_S = 1.0
 
@@ -64,13 +63,8 @@ def check_options(options: DraftOptions) -> None:
         parse_address(options.inner, "--inner")
     check_choice(options.drafter, options.model, options.documents, options.inner)
     if options.model is not None:
-        values = check_checkpoint(options.model)
-        device = "cuda" if options.gpu else "cpu"
-        dtype = pick_dtype(options.dtype, device, hidden_size(values))
-        if reason := why_not(options.weights, device, dtype, invariant=False, compile=False):
-            raise ModelError(f"--weights {options.weights}: can't be had {reason}")
-    elif options.weights != "auto":
-        raise ModelError(f"--weights {options.weights}: there is no model")
+        check_checkpoint(options.model)
+    check_weights(options.weights, options.model, options.gpu, options.dtype)
     if options.tokenizer is not None and not (options.tokenizer / "tokenizer.json").is_file():
         raise ModelError(f"--tokenizer: {options.tokenizer} has no tokenizer.json")
     if options.documents is not None:

@@ -1,4 +1,4 @@
-"""Which drafter a draft replica runs, by name, and what each of them needs. Imports nothing slow."""
+"""Which drafter a draft replica runs, by name, what each of them needs, and its weights. Imports nothing slow."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,6 +7,7 @@ from engine.checkpoint import ModelError
 
 # auto: a model with lookup beside it, in the session's text and in earlier outputs; without a checkpoint, lookup alone.
 DrafterName = Literal["auto", "model", "ngram", "suffix", "retrieval", "merged", "cascade"]
+Weights = Literal["auto", "int8", "int4"]  # of a draft model's large layers
 
 _MODEL_NEEDED = ("model", "cascade")
 _MODEL_USED = ("auto", "merged", *_MODEL_NEEDED)
@@ -29,6 +30,20 @@ def check_choice(
         raise ModelError(f"the drafter {drafter} uses no inner draft service: cascade does")
     if drafter == "merged" and checkpoint is None and documents is None:
         raise ModelError("the drafter merged needs a checkpoint or documents: suffix alone is the drafter suffix")
+
+
+def check_weights(weights: Weights, checkpoint: Path | None, gpu: bool, dtype: str, compile: bool = False) -> None:
+    """Raises ModelError, in one line, where a model can't have such weights, whatever the machine."""
+    if weights == "auto":
+        return
+    if checkpoint is None:
+        raise ModelError(f"weights {weights}: there is no checkpoint")
+    if weights == "int4" and not gpu:
+        raise ModelError("weights int4: only on GPUs")
+    if weights == "int4" and dtype == "float32":
+        raise ModelError("weights int4: not in float32, only in bfloat16")
+    if compile and not gpu:
+        raise ModelError(f"weights {weights}: not compiled on CPUs")
 
 
 def check_documents(path: Path) -> None:

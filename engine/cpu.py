@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import Group, Heads, Part
+from engine.choice import Weights
 from engine.kv import KVPool
-from engine.quantized import WORTH_ROUNDING, Weights
+from engine.quantized import WORTH_ROUNDING
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input

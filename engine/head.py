@@ -49,7 +49,7 @@ def output_head(model: Any) -> Head:
         logits: torch.Tensor = whole(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
-    weight: Any = model.get_input_embeddings().weight  # as wide as the output layer's, which may be rounded
+    weight: Any = model.get_output_embeddings().weight
     # Values so large that a soft cap is seen in any dtype.
     sample = 100 * torch.arange(2 * weight.shape[1], device=weight.device).sin().view(2, -1).to(weight.dtype)
     with torch.inference_mode(), refusing("does more than its output layer does, and that can't be run alone"):

@@ -19,12 +19,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
+from engine.choice import Weights, check_weights
 from engine.cpu import fused_decoder, has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
 from engine.probe import PROBE, Unsupported, probe, refusing, register_probe
-from engine.quantized import Weights, quantize, why_not
+from engine.quantized import quantize, why_not
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
@@ -81,7 +82,8 @@ class ModelRunner:
         _check_device(device)
         self.device = device
         self.dtype = pick_dtype(dtype, device, hidden_size(values))
-        if reason := why_not(weights, device, self.dtype, invariant, compile):
+        check_weights(weights, self.path, device != "cpu", dtype, compile)
+        if reason := why_not(weights, device, invariant):
             raise ModelError(f"{self.path} can't be run with {weights} weights {reason}")
         self.invariant = invariant
         self._rows = invariant_rows

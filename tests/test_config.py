@@ -85,9 +85,19 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (
             ("models", 0, "draft", "weights"),
             "int4",
-            "models.0.draft: weights: int4 is for GPUs, and replicas.gpus is 0",
+            "models.0.draft: weights int4: only on GPUs",
         ),
-        (("models", 0, "draft"), {"weights": "int8"}, "models.0.draft: weights: int8, but there is no checkpoint"),
+        (
+            ("models", 0, "draft"),
+            {"checkpoint": "x", "weights": "int8", "compile": True},
+            "models.0.draft: weights int8: not compiled on CPUs",
+        ),
+        (
+            ("models", 0, "draft"),
+            {"checkpoint": "x", "weights": "int4", "dtype": "float32", "replicas": {"gpus": 1}},
+            "models.0.draft: weights int4: not in float32, only in bfloat16",
+        ),
+        (("models", 0, "draft"), {"weights": "int8"}, "models.0.draft: weights int8: there is no checkpoint"),
         (("models", 0, "target", "engine"), "tgi", "models.0.target.engine: Input should be 'paceline' or 'vllm'"),
         (("models", 0, "target", "engine_args"), {"seed": 1}, "engine_args is no setting of the engine paceline"),
         (

@@ -21,7 +21,7 @@ from cluster.target import TargetReplica
 from deployments.draft import DraftOptions, check_options
 from engine.automatic import GROWING
 from engine.checkpoint import ModelError
-from engine.choice import DrafterName, check_documents
+from engine.choice import DrafterName, Weights, check_documents
 from engine.decode import Speculation, decode
 from engine.drafters import Drafter
 from engine.drafters.cascade import CascadeDrafter
@@ -31,7 +31,6 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.retrieval import RetrievalDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
-from engine.quantized import Weights
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.types import SamplingParams
@@ -173,8 +172,16 @@ def test_the_command_serves_the_drafter_that_it_is_told(target: ModelRunner, doc
 
 
 def test_the_command_says_how_weights_are_kept() -> None:
-    for weights in get_args(Weights):
-        options = DraftOptions(exact.DRAFT, "127.0.0.1", 0, weights=weights, gpu=weights == "int4")
+    kinds: list[tuple[Weights, bool]] = [
+        ("auto", False),
+        ("int8", False),
+        ("auto", True),
+        ("int8", True),
+        ("int4", True),
+    ]
+    assert {weights for weights, _ in kinds} == set(get_args(Weights))
+    for weights, gpu in kinds:
+        options = DraftOptions(exact.DRAFT, "127.0.0.1", 0, weights=weights, gpu=gpu)
         check_options(options)
         assert options.config.weights == weights
 

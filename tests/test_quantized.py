@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from engine.attention import chain_rows
 from engine.checkpoint import ModelError
+from engine.choice import Weights
 from engine.cpu import Int8Linear, make_linear
 from engine.decode import Speculation
 from engine.drafters.model import ModelDrafter
-from engine.quantized import Int4Weights, Int8Weights, Weights, quantize, why_not
+from engine.probe import Unsupported
+from engine.quantized import Int4Weights, Int8Weights, in_pairs, quantize, why_not
 from engine.runner import ModelRunner
 from engine.windows import FixedTree
 from tests import exact
@@ -88,10 +90,14 @@ def test_the_layers_for_gpus_compute_nearly_the_same(
     out = layer(x)
     assert (out.dtype, out.shape) == (dtype, expected.shape)
     assert float((out.float() - expected).norm() / expected.norm()) < (0.02 if kind is Int8Weights else 0.1)
-    assert (
-        torch.equal(kind(weight.to(dtype), None)(x).float() + bias.to(dtype).float(), out.float())
-        or dtype != torch.float32
-    )
+    assert torch.equal(kind(weight.to(dtype), None)(x) + bias.to(dtype), out)
+    columns = x.reshape(-1, 384).T.contiguous().T.view_as(x)  # the same values, in another order in memory
+    assert torch.equal(layer(columns), out)
+
+
+def test_two_levels_of_4_bits_make_a_byte() -> None:
+    levels = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
+    assert in_pairs(levels).tolist() == [[0x12, 0xF0]]
 
 
 @pytest.mark.parametrize(("weights", "distance"), [("int8", 0.1), ("int4", 0.4)])
@@ -121,12 +127,15 @@ def test_rounded_weights_on_a_gpu(weights: Weights, distance: float, prompts: li
     near(out, expected, distance)
 
 
-def test_where_rounded_weights_are_not_to_be_had_that_is_said() -> None:
+def test_where_rounded_weights_are_not_to_be_had_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="int8 weights in invariant mode"):
         ModelRunner(Path(exact.DRAFT), weights="int8", invariant=True)
-    with pytest.raises(ModelError, match="int4 weights on CPUs, only on GPUs"):
+    with pytest.raises(ModelError, match="weights int4: only on GPUs"):
         ModelRunner(Path(exact.DRAFT), weights="int4")
-    with pytest.raises(ModelError, match="int8 weights compiled, on CPUs"):
+    with pytest.raises(ModelError, match="weights int8: not compiled on CPUs"):
         ModelRunner(Path(exact.DRAFT), weights="int8", compile=True)
-    assert why_not("int4", "cuda", torch.float32, invariant=False, compile=False) == "in float32, only in bfloat16"
-    assert not why_not("int4", "cuda", torch.bfloat16, invariant=False, compile=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert why_not("int4", "cuda", invariant=False) == "on device 'cuda', whose compute capability is below 8.0"
+    assert not why_not("int8", "cuda", invariant=False)
+    with pytest.raises(Unsupported, match="has no layers that int4 weights suit"):
+        quantize(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), "int4")
