@@ -16,16 +16,21 @@ class Cadence:
         self._began: float | None = None  # the step it is in
         self._next = 0.0  # when it will look
         self._turn = 0.0  # how long the draft's steps take
+        self.waits = (
+            False  # whether the target has nothing at all to verify: one session's miss holds up no other's hit
+        )
 
     def opened(self, now: float) -> None:
         """A session came: what follows is no step like the others, and growth is wanted as soon as there is some."""
         self._began, self._next = None, now
 
-    def committed(self, now: float) -> None:
+    def committed(self, now: float, hit: bool) -> None:
         """A commit came in at `now`, perhaps a while ago: the target began another step. Of those that come together the
-        first says so.
+        first says so. hit: the target has something to verify behind it.
         """
-        if self._began is None or now - self._began > _SAME * self._step:
+        another = self._began is None or now - self._began > _SAME * self._step
+        self.waits = not hit and (another or self.waits)
+        if another:
             if self._began is not None:
                 self._step = _blend(self._step, now - self._began)
             self._begin(now)

@@ -40,7 +40,7 @@ class DraftReplica:
         self._cadences: dict[int, Cadence] = {}  # by stream
         self._next_stream = 0
         self._fresh: dict[int, None] = {}  # keys with growth to send
-        self._urgent: set[int] = set()  # keys whose target has nothing to verify
+        self._urgent: set[int] = set()  # keys that their target has nothing to verify for
         self._steps, self._busy_s, self._started = 0, 0.0, time.monotonic()
         self._next_expiry = self._started + _EXPIRE_EVERY_S
         self.trace = Trace()
@@ -117,7 +117,7 @@ class DraftReplica:
                 if isinstance(message, Open):
                     self._cadences[stream].opened(now)
                 elif isinstance(message, Commit):
-                    self._cadences[stream].committed(arrived)
+                    self._cadences[stream].committed(arrived, message.mirrored)
             if not alive:
                 heard = True
                 del self._links[stream], self._cadences[stream]
@@ -180,7 +180,8 @@ class DraftReplica:
     def _send(self, everything: bool = False) -> None:
         """One coalesced message for each target that took the last one, and waits or will look before the next is due."""
         now = time.monotonic()
-        waited_for = {self._state.stream_of(key) for key in self._fresh if key in self._urgent}
+        urgent = {self._state.stream_of(key) for key in self._fresh if key in self._urgent}
+        waited_for = {stream for stream in urgent if self._cadences[stream].waits}
         for stream, link in self._links.items():
             cadence = self._cadences[stream]
             if link.ready_to_send and (everything or stream in waited_for or cadence.due(now)):

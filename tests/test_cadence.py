@@ -20,7 +20,7 @@ def cadence() -> Cadence:
     """Of a target whose steps take STEP and a draft whose turns take TURN; the target's last step began at 1.0."""
     known = Cadence()
     for commit in range(101):
-        known.committed(commit * STEP)
+        known.committed(commit * STEP, hit=True)
         known.turned(TURN)
     return known
 
@@ -45,14 +45,25 @@ def test_the_commits_of_many_sessions_are_one_step(cadence: Cadence) -> None:
     for _ in range(50):
         began += STEP
         for session in range(8):  # in messages of their own, one right behind the other
-            cadence.committed(began + 0.00001 * session)
+            cadence.committed(began + 0.00001 * session, hit=True)
     assert not cadence.due(began + TURN)
     assert cadence.due(began + 2 * TURN)
 
 
+def test_a_target_waits_when_nothing_at_all_is_there_to_verify(cadence: Cadence) -> None:
+    began = 1.0
+    for hits, waits in (((False,), True), ((False, False), True), ((False, True), False), ((True, False), False)):
+        began += 3 * STEP
+        for session, hit in enumerate(hits):
+            cadence.committed(began + 0.00001 * session, hit)
+        assert cadence.waits == waits
+        cadence.committed(began + STEP, hit=True)
+        assert not cadence.waits
+
+
 def test_a_commit_that_came_in_before_growth_was_sent_is_no_step(cadence: Cadence) -> None:
     cadence.sent(1.005, waited_for=True)
-    cadence.committed(1.004)
+    cadence.committed(1.004, hit=True)
     assert not cadence.due(1.005 + TURN)
     assert cadence.due(1.005 + 2 * TURN)
 
@@ -64,7 +75,7 @@ def test_a_target_that_waited_begins_its_step_when_growth_comes(cadence: Cadence
     began = 1.005
     for _ in range(50):  # it waits every time, but the waiting is no part of its step
         began += STEP + 0.005
-        cadence.committed(began - 0.005)
+        cadence.committed(began - 0.005, hit=False)
         cadence.sent(began, waited_for=True)
     assert not cadence.due(began + TURN)
     assert cadence.due(began + 2 * TURN)
@@ -73,7 +84,7 @@ def test_a_target_that_waited_begins_its_step_when_growth_comes(cadence: Cadence
 def test_a_new_session_wants_growth_at_once_and_its_pause_is_no_step(cadence: Cadence) -> None:
     cadence.opened(100.0)
     assert cadence.due(100.0)
-    cadence.committed(100.02)
+    cadence.committed(100.02, hit=True)
     assert not cadence.due(100.02 + TURN)
     assert cadence.due(100.02 + 2 * TURN)
 
@@ -95,7 +106,7 @@ class _Held(GuessingDrafter):
 
 def test_a_step_begins_when_its_commit_comes_in_not_when_the_draft_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[float] = []
-    monkeypatch.setattr(Cadence, "committed", lambda self, now: began.append(now))
+    monkeypatch.setattr(Cadence, "committed", lambda self, now, hit: began.append(now))
     near, far = memory_link()
     drafter = _Held()
     replica = DraftReplica(drafter)

@@ -28,7 +28,7 @@ class SimulatedDraft:
         self._targets: list[tuple[Receive, Cadence]] = []  # by stream
         self._inbox: list[tuple[int, float, Down]] = []  # streams, when it came in, messages
         self._fresh: dict[int, None] = {}  # keys with growth to send
-        self._urgent: set[int] = set()  # keys whose target has nothing to verify
+        self._urgent: set[int] = set()  # keys that their target has nothing to verify for
         self._resting = True
         self.steps = 0
         self.busy_ms = 0.0
@@ -80,7 +80,7 @@ class SimulatedDraft:
             if isinstance(message, Open):
                 cadence.opened(now)
             elif isinstance(message, Commit):
-                cadence.committed(arrived)
+                cadence.committed(arrived, message.mirrored)
         self._inbox.clear()
 
     def _apply(self, command: Command) -> None:
@@ -101,7 +101,8 @@ class SimulatedDraft:
 
     def _send(self, everything: bool = False) -> None:
         now = self._clock.seconds
-        waited_for = {self._state.stream_of(key) for key in self._fresh if key in self._urgent}
+        urgent = {self._state.stream_of(key) for key in self._fresh if key in self._urgent}
+        waited_for = {stream for stream in urgent if self._targets[stream][1].waits}
         for stream, (receive, cadence) in enumerate(self._targets):
             if everything or stream in waited_for or cadence.due(now):
                 growths = self._growths(stream)
