@@ -288,6 +288,8 @@ def main(
         if rows_files:
             runs = [json.loads(file.read_text()) for file in rows_files]
             if len(runs) > 1:
+                require(len(set(rows_files)) == len(runs), "rows", "the same file twice")
+                require(plot is None and page is None, "rows", "a table and a picture are of one file")
                 typer.echo("\n".join(pooled(runs)))
                 return
             rows = runs[0]

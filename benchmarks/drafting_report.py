@@ -131,12 +131,14 @@ def automatic(rows: Sequence[Row]) -> list[str]:
 def pooled(runs: Sequence[Sequence[Row]]) -> list[str]:
     """The same over several runs of different prompts, by geometric means over all prompts, for rows that all runs have."""
     lines = []
-    for temperature in distinct(runs[0], "temperature"):
-        for workload in distinct(runs[0], "workload"):
+    everything = [row for rows in runs for row in rows]
+    for temperature in distinct(everything, "temperature"):
+        for workload in distinct(everything, "workload"):
             each = _speeds(runs, temperature, workload)
             auto = next((logs for (drafter, _), logs in each.items() if drafter == AUTO), None)
             picked = {name: logs for name, logs in each.items() if name[0] not in (PLAIN, PEER, AUTO)}
             if auto is None or not picked:
+                lines.append(f"left out: {workload}, T = {temperature:g}, which not all files have")
                 continue
             top = max(picked, key=lambda name: statistics.fmean(picked[name]))
             gains = [ours - other for ours, other in zip(auto, picked[top], strict=True)]

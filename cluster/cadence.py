@@ -3,6 +3,10 @@
 Every message costs both sides and the cores they share; growth sent earlier would only be followed by more of it.
 """
 
+from collections.abc import Sequence
+
+from cluster.draft_state import CloseSession, Command, CommitTokens, OpenSession
+
 _EARLY = 0.8  # of a step's time: it may be shorter than the last ones
 _RATE = 0.2  # weight of the newest observation
 _SAME = 0.1  # of a step's time: commits closer than this are of one step
@@ -16,24 +20,45 @@ class Cadence:
         self._began: float | None = None  # the step it is in
         self._next = 0.0  # when it will look
         self._turn = 0.0  # how long the draft's steps take
-        self.waits = (
-            False  # whether the target has nothing at all to verify: one session's miss holds up no other's hit
-        )
+        self._hits: dict[
+            int, bool
+        ] = {}  # of the sessions committed in this step: whether there was something behind it
+
+    def heard(self, commands: Sequence[Command], arrived: float, now: float) -> None:
+        """What a message that came in at `arrived` told the draft to do at `now`."""
+        for command in commands:
+            match command:
+                case OpenSession():
+                    self.opened(now)
+                case CommitTokens():
+                    self.committed(command.key, arrived, hit=not command.resend)
+                case CloseSession():
+                    self.closed(command.key)
 
     def opened(self, now: float) -> None:
         """A session came: what follows is no step like the others, and growth is wanted as soon as there is some."""
         self._began, self._next = None, now
 
-    def committed(self, now: float, hit: bool) -> None:
-        """A commit came in at `now`, perhaps a while ago: the target began another step. Of those that come together the
-        first says so. hit: the target has something to verify behind it.
+    def committed(self, key: int, now: float, hit: bool) -> None:
+        """A commit of a session came in at `now`, perhaps a while ago: the target began another step. Of those that come
+        together the first says so. hit: the target has something to verify behind it.
         """
-        another = self._began is None or now - self._began > _SAME * self._step
-        self.waits = not hit and (another or self.waits)
-        if another:
+        since = _SAME * self._step if key not in self._hits else 0.0  # no session commits twice in a step
+        if self._began is None or now - self._began > since:
             if self._began is not None:
                 self._step = _blend(self._step, now - self._began)
+            self._hits.clear()
             self._begin(now)
+        self._hits[key] = hit
+
+    def closed(self, key: int) -> None:
+        """A session ended: nothing of it is verified."""
+        self._hits.pop(key, None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the target has nothing at all to verify: one session's miss holds up no other's hit."""
+        return bool(self._hits) and not any(self._hits.values())
 
     def turned(self, seconds: float) -> None:
         """A draft step, with what belongs to it, took this long."""
@@ -46,6 +71,7 @@ class Cadence:
     def sent(self, now: float, waited_for: bool) -> None:
         """Growth was sent: once per step is enough. If the target waited for it, its step begins now."""
         if waited_for:
+            self._hits.clear()
             self._begin(now)
         else:
             self._next = max(self._next, now) + self._step

@@ -12,7 +12,7 @@ from cluster.placement import Placement
 from cluster.trace import Trace
 from engine.drafters import Drafter
 from engine.kv import PoolExhausted
-from engine.types import Commit, Down, Growth, InvalidRequest, Open, Up
+from engine.types import Down, Growth, InvalidRequest, Up
 
 logger = logging.getLogger(__name__)
 _EXPIRE_EVERY_S = 1.0
@@ -113,11 +113,9 @@ class DraftReplica:
             alive = link.alive
             for arrived, message in link.receive_timed():
                 heard = True
-                self._apply(self._state.received(stream, message, now))
-                if isinstance(message, Open):
-                    self._cadences[stream].opened(now)
-                elif isinstance(message, Commit):
-                    self._cadences[stream].committed(arrived, message.mirrored)
+                commands = self._state.received(stream, message, now)
+                self._apply(commands)
+                self._cadences[stream].heard(commands, arrived, now)
             if not alive:
                 heard = True
                 del self._links[stream], self._cadences[stream]

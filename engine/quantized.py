@@ -27,6 +27,8 @@ def why_not(weights: Weights, device: str, invariant: bool) -> str:
     if device == "cpu":
         fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         return "" if fbgemm else "with this torch, which was built without FBGEMM"
+    if not device.startswith("cuda"):
+        return f"on device {device!r}, only on CPUs and CUDA"
     if weights == "int4" and torch.cuda.get_device_capability(device) < _TENSOR_CORES:
         return f"on device {device!r}, whose compute capability is below {_TENSOR_CORES[0]}.{_TENSOR_CORES[1]}"
     return ""
@@ -46,8 +48,8 @@ class _Rounded(torch.nn.Module):
         levels, scales = self._lay_out(levels, scales)
         for name, value in (("levels", levels), ("scales", scales), ("bias", bias)):
             self.register_buffer(name, value, persistent=False)
-        # Others ask a layer's weight for its shape, dtype and device; this takes no memory.
-        self.weight = weight.new_zeros(1).expand(weight.shape)
+        # Others ask a layer's weight for its shape, dtype and device. It takes no memory; who computes with it gets nothing.
+        self.weight = weight.new_full((1,), torch.nan).expand(weight.shape)
 
     def _round(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Levels and scales of some outputs; dtype: of the scales."""

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.cadence import Cadence
 from cluster.draft import DraftReplica
+from cluster.draft_state import CloseSession, CommitTokens
 from cluster.link import memory_link
 from engine.prefix import HandleChain
 from engine.types import Commit, Open, SamplingParams
@@ -20,7 +21,7 @@ def cadence() -> Cadence:
     """Of a target whose steps take STEP and a draft whose turns take TURN; the target's last step began at 1.0."""
     known = Cadence()
     for commit in range(101):
-        known.committed(commit * STEP, hit=True)
+        known.committed(0, commit * STEP, hit=True)
         known.turned(TURN)
     return known
 
@@ -45,7 +46,7 @@ def test_the_commits_of_many_sessions_are_one_step(cadence: Cadence) -> None:
     for _ in range(50):
         began += STEP
         for session in range(8):  # in messages of their own, one right behind the other
-            cadence.committed(began + 0.00001 * session, hit=True)
+            cadence.committed(session, began + 0.00001 * session, hit=True)
     assert not cadence.due(began + TURN)
     assert cadence.due(began + 2 * TURN)
 
@@ -53,17 +54,36 @@ def test_the_commits_of_many_sessions_are_one_step(cadence: Cadence) -> None:
 def test_a_target_waits_when_nothing_at_all_is_there_to_verify(cadence: Cadence) -> None:
     began = 1.0
     for hits, waits in (((False,), True), ((False, False), True), ((False, True), False), ((True, False), False)):
-        began += 3 * STEP
+        began += STEP
         for session, hit in enumerate(hits):
-            cadence.committed(began + 0.00001 * session, hit)
+            cadence.committed(session, began + 0.00001 * session, hit)
         assert cadence.waits == waits
-        cadence.committed(began + STEP, hit=True)
-        assert not cadence.waits
+    cadence.closed(0)
+    assert cadence.waits, "the one that hit has ended"
+    cadence.sent(began + TURN, waited_for=True)
+    assert not cadence.waits, "it has what it waited for"
+
+
+def test_a_session_commits_once_in_a_step_however_short(cadence: Cadence) -> None:
+    cadence.committed(0, 1.0 + STEP, hit=True)
+    cadence.committed(0, 1.0 + STEP + STEP / 20, hit=False)
+    assert cadence.waits
+
+
+def test_only_what_is_new_begins_a_step(cadence: Cadence) -> None:
+    """Late and doubled commits, and those of unknown sessions, command nothing."""
+    cadence.heard([], 1.0 + STEP, 1.0 + STEP)
+    assert cadence.due(1.0 + STEP + TURN)
+    cadence.heard([CommitTokens(0, (1,), resend=True)], 1.0 + STEP, 1.0 + STEP)
+    assert not cadence.due(1.0 + STEP + TURN)
+    assert cadence.waits
+    cadence.heard([CloseSession(0)], 1.0 + STEP, 1.0 + STEP)
+    assert not cadence.waits
 
 
 def test_a_commit_that_came_in_before_growth_was_sent_is_no_step(cadence: Cadence) -> None:
     cadence.sent(1.005, waited_for=True)
-    cadence.committed(1.004, hit=True)
+    cadence.committed(0, 1.004, hit=True)
     assert not cadence.due(1.005 + TURN)
     assert cadence.due(1.005 + 2 * TURN)
 
@@ -75,7 +95,7 @@ def test_a_target_that_waited_begins_its_step_when_growth_comes(cadence: Cadence
     began = 1.005
     for _ in range(50):  # it waits every time, but the waiting is no part of its step
         began += STEP + 0.005
-        cadence.committed(began - 0.005, hit=False)
+        cadence.committed(0, began - 0.005, hit=False)
         cadence.sent(began, waited_for=True)
     assert not cadence.due(began + TURN)
     assert cadence.due(began + 2 * TURN)
@@ -84,7 +104,7 @@ def test_a_target_that_waited_begins_its_step_when_growth_comes(cadence: Cadence
 def test_a_new_session_wants_growth_at_once_and_its_pause_is_no_step(cadence: Cadence) -> None:
     cadence.opened(100.0)
     assert cadence.due(100.0)
-    cadence.committed(100.02, hit=True)
+    cadence.committed(0, 100.02, hit=True)
     assert not cadence.due(100.02 + TURN)
     assert cadence.due(100.02 + 2 * TURN)
 
@@ -106,7 +126,7 @@ class _Held(GuessingDrafter):
 
 def test_a_step_begins_when_its_commit_comes_in_not_when_the_draft_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[float] = []
-    monkeypatch.setattr(Cadence, "committed", lambda self, now, hit: began.append(now))
+    monkeypatch.setattr(Cadence, "committed", lambda self, key, now, hit: began.append(now))
     near, far = memory_link()
     drafter = _Held()
     replica = DraftReplica(drafter)

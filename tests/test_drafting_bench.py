@@ -63,6 +63,7 @@ def test_runs_of_different_prompts_are_judged_together(rows: list[Row]) -> None:
     expected = "code, T = 0, 3 prompts: auto is 2.00 of plain, 1.26 of the best (model, w), standard error 0.61"
     assert pooled(runs) == [f"ok: {expected}"]
     runs = run(auto=[0.9], model=[1.0]), run(auto=[0.9], model=[1.0])
+    assert pooled([*runs, []]) == ["left out: code, T = 0, which not all files have"]
     assert pooled(runs)[0].startswith("SHORT: code, T = 0, 2 prompts: auto is 0.90 of plain, 0.90 of the best")
 
 

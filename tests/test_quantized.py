@@ -137,5 +137,6 @@ def test_where_rounded_weights_are_not_to_be_had_that_is_said(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert why_not("int4", "cuda", invariant=False) == "on device 'cuda', whose compute capability is below 8.0"
     assert not why_not("int8", "cuda", invariant=False)
+    assert why_not("int8", "mps", invariant=False) == "on device 'mps', only on CPUs and CUDA"
     with pytest.raises(Unsupported, match="has no layers that int4 weights suit"):
         quantize(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), "int4")

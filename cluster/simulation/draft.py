@@ -8,7 +8,7 @@ from cluster.simulation.clock import Clock
 from cluster.simulation.costs import Costs
 from engine.drafters import Drafter
 from engine.drafters.model import Growing
-from engine.types import Commit, Down, Growth, Open, Up
+from engine.types import Down, Growth, Up
 
 Receive = Callable[[Sequence[Up]], None]  # what a target does with messages that arrive
 
@@ -74,13 +74,10 @@ class SimulatedDraft:
     def _listen(self) -> None:
         now = self._clock.seconds
         for stream, arrived, message in self._inbox:
-            for command in self._state.received(stream, message, now):
+            commands = self._state.received(stream, message, now)
+            for command in commands:
                 self._apply(command)
-            cadence = self._targets[stream][1]
-            if isinstance(message, Open):
-                cadence.opened(now)
-            elif isinstance(message, Commit):
-                cadence.committed(arrived, message.mirrored)
+            self._targets[stream][1].heard(commands, arrived, now)
         self._inbox.clear()
 
     def _apply(self, command: Command) -> None:
