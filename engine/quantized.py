@@ -3,6 +3,7 @@
 The layers here are for GPUs and torch's own kernels; on CPUs FBGEMM is several times as fast: see engine.cpu.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def why_not(weights: Weights, device: str, invariant: bool) -> str:
     return ""
 
 
-class _Rounded(torch.nn.Module):
+class _Rounded(torch.nn.Module, ABC):
     """What both kinds of layers have. Buffers, since a compiler takes their sizes for constant."""
 
     bias: torch.Tensor | None
@@ -51,17 +52,17 @@ class _Rounded(torch.nn.Module):
         # Others ask a layer's weight for its shape, dtype and device. It takes no memory; who computes with it gets nothing.
         self.weight = weight.new_full((1,), torch.nan).expand(weight.shape)
 
+    @abstractmethod
     def _round(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Levels and scales of some outputs; dtype: of the scales."""
-        raise NotImplementedError
 
     def _lay_out(self, levels: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As the kernel wants them."""
         return levels, scales
 
+    @abstractmethod
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [n, in_features], contiguous; returns [n, out_features]."""
-        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features]."""
