@@ -20,9 +20,7 @@ class Cadence:
         self._began: float | None = None  # the step it is in
         self._next = 0.0  # when it will look
         self._turn = 0.0  # how long the draft's steps take
-        self._hits: dict[
-            int, bool
-        ] = {}  # of the sessions committed in this step: whether there was something behind it
+        self._hits: dict[int, bool] = {}  # of sessions committed in this step: is there something to verify?
 
     def heard(self, commands: Sequence[Command], arrived: float, now: float) -> None:
         """What a message that came in at `arrived` told the draft to do at `now`."""

@@ -1,6 +1,6 @@
 """Weights of fewer bits for drafts: nearly the same model, in less memory, and with fewer bytes to read in each step.
 
-The layers here are for GPUs and torch's own kernels; on CPUs FBGEMM is several times as fast: see engine.cpu.
+The layers here are for GPUs and torch's own kernels; on CPUs, in float32, FBGEMM is many times as fast: see engine.cpu.
 """
 
 from abc import ABC, abstractmethod
@@ -74,8 +74,8 @@ class _Rounded(torch.nn.Module, ABC):
 class Int8Weights(_Rounded):
     """A linear layer with 8-bit weights, one scale for each output; inputs stay as they are.
 
-    It saves memory. Time it saves where a compiler joins the conversion to the product: torch 2.13's own kernel for such
-    weights on GPUs has one thread for each output, and is slower than converting them all.
+    It saves memory, and time at most where a compiler joins the conversion to the product. Torch's own kernel for such
+    weights on GPUs had one thread for each output when this was written, so all weights are converted. Neither was measured.
     """
 
     def _round(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,15 +125,13 @@ def quantize(model: torch.nn.Module, weights: Weights) -> None:
     """
     kind = Int8Weights if weights == "int8" else Int4Weights
     replaced = 0
-    for module in [
-        each for each in model.modules() if type(each) is not torch.nn.Linear
-    ]:  # keeps no layer's old weight
+    parents = [module for module in model.modules() if type(module) is not torch.nn.Linear]  # old layers can go
+    for module in parents:
         for name, child in list(module.named_children()):
             if type(child) is torch.nn.Linear and _suits(child, weights):
                 bias: torch.Tensor | None = child.bias  # None without one, which torch's types don't say
                 setattr(module, name, kind(child.weight.detach(), None if bias is None else bias.detach()))
                 replaced += 1
-            del child
     if not replaced:
         raise Unsupported(f"has no layers that {weights} weights suit")
     if torch.cuda.is_available():

@@ -31,6 +31,12 @@ def logits(runner: ModelRunner, tokens: Tokens) -> torch.Tensor:
     return out
 
 
+def near(out: torch.Tensor, expected: torch.Tensor, distance: float) -> None:
+    """Nearly the same logits, but not the same ones."""
+    assert 0 < float((out - expected).norm() / expected.norm()) < distance
+    assert float((out.argmax(-1) == expected.argmax(-1)).float().mean()) > 0.8
+
+
 @needs_fbgemm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_layers_are_rounded_and_compute_nearly_the_same(dtype: torch.dtype) -> None:
@@ -66,12 +72,6 @@ def test_a_rounded_draft_is_invisible_and_guesses_well(
     generations = run(target, requests, Speculation(ModelDrafter(rounded), FixedTree(15), 3))
     assert not list(differences(generations, plain))
     assert sum(generation.accepted for generation in generations) > 4
-
-
-def near(out: torch.Tensor, expected: torch.Tensor, distance: float) -> None:
-    """Nearly the same logits, but not the same ones."""
-    assert 0 < float((out - expected).norm() / expected.norm()) < distance
-    assert float((out.argmax(-1) == expected.argmax(-1)).float().mean()) > 0.8
 
 
 @pytest.mark.parametrize("kind", [Int8Weights, Int4Weights])
