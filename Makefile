@@ -33,7 +33,7 @@ check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generate
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_proto.py
 
 exact: $(VENV)/.installed-dev ## the larger exactness matrix: drafters x windows x batches x temperatures
-	$(BIN)/python -m tests.exact
+	$(BIN)/python -m tests.matrix
 
 k8s-check: $(VENV)/.installed-dev promtool kinds ## validate the Kubernetes manifests, alerts and Dockerfile; run the demo on pretended nodes
 	$(BIN)/python -m pytest -q tests/test_k8s.py tests/test_monitoring.py tests/test_k8s_serve.py

@@ -22,16 +22,16 @@ from rich.table import Table
 from cluster.draft import DraftReplica
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
-from cluster.local import bundled
 from cluster.target import TargetReplica
 from engine.attention import SequenceRows
 from engine.budget import Calibration, CostModel, GoodputWindow
+from engine.checkpoint import MODELS
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
 
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 _STEP_MS = 30.0
 _PATIENCE_S = 60.0
 

@@ -47,17 +47,16 @@ from benchmarks.drafting_contenders import (
 )
 from benchmarks.drafting_report import PEER, PLAIN, Row, automatic, draw, full_table, pooled, update
 from benchmarks.drafting_texts import WORKLOADS, Item, Source, repeated
-from cluster.local import bundled
 from cluster.warm import warm_up
 from engine.budget import CostModel
-from engine.checkpoint import ModelError
+from engine.checkpoint import MODELS, ModelError
 from engine.decode import decode
 from engine.drafters.model import Growing
 from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, InvalidRequest, SamplingParams, require
 
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 Name = tuple[str, str]  # drafter, window
 _PLAIN_RUNS = 3  # of each prompt
 _WIDTH = 160  # characters that the table needs, also in a file

@@ -17,11 +17,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.local import bundled
 from engine.attention import SequenceRows, chain_rows
+from engine.checkpoint import MODELS
 from engine.runner import Dtype, ModelRunner
 
-TARGET = bundled("code-target")
+TARGET = MODELS / "code-target"
 _PREFIX = 100  # tokens of each sequence
 _ROOM = 128  # of its lease
 

@@ -26,16 +26,16 @@ from rich.table import Table
 from cluster.draft import DraftReplica
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
-from cluster.local import bundled
 from cluster.target import TargetReplica
 from cluster.warm import warm_up
 from engine.budget import Calibration, CostModel, GoodputWindow
+from engine.checkpoint import MODELS
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
 
-TARGET, PROMPTS = bundled("code-target"), bundled("heldout.jsonl")
+TARGET, PROMPTS = MODELS / "code-target", MODELS / "heldout.jsonl"
 KINDS = {"wrong but sure": 1.0, "unknown ids too": 0.7}  # by the share of ids that the target knows
 _PATIENCE_S = 60.0
 

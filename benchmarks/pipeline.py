@@ -28,17 +28,18 @@ from rich.table import Table
 from cluster.actors import TargetConfig
 from cluster.draft import DraftStats
 from cluster.drafters import EACH_ON_CPUS, DraftConfig
-from cluster.local import LocalCluster, bundled
+from cluster.local import LocalCluster
 from cluster.placement import Placement
 from cluster.sequential import SequentialActor, Timed
 from cluster.target_stats import TargetStats
+from engine.checkpoint import MODELS
 from engine.drafters.model import Growing
 from engine.runner import Dtype
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, SamplingParams
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8)  # fixed k of the sequential contender; the best counts
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 _FLUSH_S = 10.0  # as for the other contenders, the text is handed out when a request ends
 GROWING = Growing()
 console = Console(stderr=True)

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
-from cluster.local import bundled
 from engine.budget import Calibration, CostModel, GoodputWindow
+from engine.checkpoint import MODELS
 from engine.decode import Speculation, decode
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
@@ -30,7 +30,7 @@ from engine.types import GenerationRequest, IntArray, SamplingParams
 
 BINS = 10
 DRAFT_STEPS = 3
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 COLOURS = {"confidence": "#d9822b", "calibrated": "#2f7f93"}
 console = Console(stderr=True)
 

@@ -29,17 +29,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.server import free_port
-from cluster.local import LocalCluster, bundled, start_ray
+from cluster.local import LocalCluster, start_ray
 from cluster.placement import Placement
 from cluster.target_stats import TargetStats
 from deployments.app import draft_config, target_config
 from deployments.config import ModelOptions, ServeConfig, parse_config
 from deployments.serve import APPLICATION, deploy, withdraw
+from engine.checkpoint import MODELS
 from engine.expand import expand
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, SamplingParams
 
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 _WRITTEN = re.compile(rb'"completion_tokens":(\d+)')
 console = Console(stderr=True)
 

@@ -23,11 +23,11 @@ from rich.progress import track
 from rich.table import Table
 
 from cluster.drafters import EACH_ON_CPUS
-from cluster.local import bundled
 from cluster.simulation.costs import Costs, measured_times, parse_points
 from cluster.simulation.fleet import Fleet, simulate
 from cluster.simulation.script import Script, save_scripts
 from cluster.simulation.target import Limits
+from engine.checkpoint import MODELS
 from engine.decode import decode
 from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import ModelRunner
@@ -35,7 +35,7 @@ from engine.text import load_tokenizer
 from engine.tree import ROOT
 from engine.types import GenerationRequest, SamplingParams
 
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 GROWING = Growing()
 STEP_MS = "2:6.3,4:7.1,6:7.8,8:8.4,16:11.2,32:16.5"
 NOT_SHOWN = ("tps", "tps_per_stream", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cluster.local import bundled
 from engine import rejection
+from engine.checkpoint import MODELS
 from engine.decode import Generation, Speculation, decode
 from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import ModelRunner
@@ -24,7 +24,7 @@ from engine.text import load_tokenizer
 from engine.types import GenerationRequest, SamplingParams
 from engine.windows import FixedChain
 
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 console = Console(stderr=True)
 
 

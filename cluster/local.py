@@ -5,7 +5,6 @@ import os
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -127,8 +126,3 @@ def start_ray() -> bool:
 def count_gpus() -> int:
     """GPUs that Ray knows of."""
     return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-
-
-def bundled(name: str) -> Path:
-    """The folder of a bundled model or file, such as "code-target"."""
-    return Path(__file__).resolve().parent.parent / "models" / name

@@ -23,12 +23,11 @@ from pydantic import (
 from cluster.address import parse_address
 from cluster.vllm_options import VllmOptions, check_options
 from deployments.keys import hidden
-from engine.checkpoint import ModelError, check_checkpoint
+from engine.checkpoint import MODELS, ModelError, check_checkpoint
 from engine.choice import DrafterName, Weights, check_choice, check_documents, check_weights
 from engine.local_choice import LocalName, check_heads, check_local
 
 BUILDER = "deployments.app:build"  # what Serve imports
-MODELS = Path(__file__).resolve().parent.parent / "models"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"  # it is part of the names of deployments and actors
 
 Dtype = Literal["auto", "float32", "bfloat16"]

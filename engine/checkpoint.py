@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+MODELS = Path(__file__).resolve().parent.parent / "models"  # the bundled checkpoints, and held-out prompts
+
 _MAX_HEADER = 100_000_000  # bytes, as safetensors allows
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of what can be run end
 _RECURRENT = (
@@ -43,6 +45,16 @@ def check_checkpoint(path: Path, own_engine: bool = True) -> dict[str, Any]:
     if "vocab_size" not in values:
         raise ModelError(f"{config} names no vocab_size")
     return dict(values)
+
+
+def check_pair(target: Path, draft: Path | None) -> int:
+    """Tokens that fit in the target's context; raises ModelError when the checkpoints can't be used together."""
+    values = check_checkpoint(target)
+    if draft is not None:
+        sizes = values["vocab_size"], check_checkpoint(draft)["vocab_size"]
+        if sizes[0] != sizes[1]:
+            raise ModelError(f"vocabularies differ: {sizes[0]} tokens in {target}, {sizes[1]} in {draft}")
+    return context_length(values)
 
 
 def architecture(values: dict[str, Any]) -> str:

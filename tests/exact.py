@@ -1,33 +1,25 @@
-"""The first promise as a program: every drafter, window, batch, link and temperature gives the tokens of plain decoding.
+"""Ways to draft by name, requests for the bundled pair, and comparisons of outputs: what exactness is tested with.
 
-`make exact` runs the full matrix: in one process, through target and draft replicas, also while requests are cancelled and
-replicas killed, and through a server. The tests run a sample of it.
+`tests.matrix` puts them together.
 """
 
-import argparse
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain as chained
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from cluster.draft import DraftReplica
-from cluster.drafters import LocalConfig, make_local
+from cluster.drafters import LocalConfig
 from cluster.faulty_link import FaultyLink
-from cluster.grpc_link import connect
-from cluster.grpc_server import DraftServer
 from cluster.link import Link, memory_link
 from cluster.target import TargetReplica
 from engine.automatic import taking_turns
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
+from engine.checkpoint import MODELS
 from engine.decode import Generation, Speculation, decode
 from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.early_exit import EarlyExitDrafter
@@ -45,11 +37,9 @@ from engine.tree import Moved, TokenTree
 from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
-MODELS = Path(__file__).parent.parent / "models"
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 HEADS = MODELS / "code-target-heads"
 TEMPERATURES = (0.0, 0.7, 1.0)
-BATCHES = (1, 4, 8)
 # A smaller distance between the two best scores is a tie, where other shapes of a pass may choose otherwise. Logits in
 # bfloat16 are multiples of 1/8 from 16 on, and rounded all along the way.
 TIES: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.5}
@@ -213,6 +203,16 @@ SELF_SPECULATIONS: dict[str, Make] = {  # by what the target itself knows
 }
 
 
+LOCALS = {  # drafters in the target's own process
+    "heads": LocalConfig("heads", heads=HEADS),
+    "early-exit": LocalConfig("early-exit"),
+    "jacobi": LocalConfig("jacobi"),
+    "suffix": LocalConfig("suffix"),
+    "ngram": LocalConfig("ngram"),
+    "retrieval": LocalConfig("retrieval", documents=PROMPTS),
+}
+
+
 def load_prompts(count: int) -> list[Tokens]:
     """The first prompts of the bundled held-out ones."""
     tokenizer = load_tokenizer(TARGET)
@@ -273,7 +273,15 @@ def differences(generations: Sequence[Generation], expected: Sequence[Sequence[i
             yield Difference(generation.request.request_id, at, margin)
 
 
-Result = tuple[str, list[Difference]]  # what was run, and where its outputs were wrong
+Result = tuple[str, list[Difference]]  # what there is to tell, and where outputs were wrong
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison, not made yet; its name is the same in every run."""
+
+    name: str
+    run: Callable[[], Result]
 
 
 @torch.inference_mode()
@@ -298,61 +306,6 @@ def versus_transformers(runner: ModelRunner, prompts: Sequence[Tokens], tokens: 
     return list(differences(run(runner, requests, margins=True), expected))
 
 
-def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Result]:
-    """In one process: transformers' greedy output, then every drafter, window and batch at every temperature."""
-    found = versus_transformers(runner, prompts, tokens)
-    wrong = [difference for difference in found if difference.margin is None or difference.margin >= TIE]
-    yield f"transformers' generate, {len(prompts)} greedy outputs, {len(found) - len(wrong)} ties", wrong
-    speculations: dict[str, Callable[[], Speculation | None]] = {
-        "plain": lambda: None,
-        **{name: partial(make, draft) for name, make in SPECULATIONS.items()},
-        **{name: partial(make, runner) for name, make in SELF_SPECULATIONS.items()},
-    }
-    for temperature in TEMPERATURES:
-        requests = make_requests(prompts, temperature, tokens)
-        plain = [generation.tokens for generation in run(runner, requests, batch=1)]
-        for batch in BATCHES:
-            for name, make in speculations.items():
-                generations = run(runner, requests, make(), batch)
-                per_step = sum(map(len, plain)) / sum(generation.steps for generation in generations)
-                case = f"T={temperature} batch={batch} {name}, {per_step:.2f} tokens a step"
-                yield case, list(differences(generations, plain))
-    assert draft.pool.used_pages == 0, "a drafter holds pages"
-
-
-def ties_matrix(
-    prompts: Sequence[Tokens],
-    tokens: int,
-    dtypes: Sequence[Dtype] = tuple(TIES),
-    temperatures: Sequence[float] = TEMPERATURES,
-    names: Sequence[str] = ("plain", "ngram-3", "tree-31"),
-) -> Iterator[Result]:
-    """Outside invariant mode: where its outputs leave those of invariant mode, which must be at ties; they are counted."""
-    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
-    for dtype in dtypes:
-        invariant = ModelRunner(TARGET, dtype=dtype, invariant=True, kv_tokens=2 * 1024)
-        fast = ModelRunner(TARGET, dtype=dtype, kv_tokens=8 * 1024)
-        for temperature in temperatures:
-            requests = make_requests(prompts, temperature, tokens)
-            expected = [generation.tokens for generation in run(invariant, requests, batch=1)]
-            for name in names:
-                speculation = SPECULATIONS[name](draft) if name != "plain" else None
-                found = list(differences(run(fast, requests, speculation, margins=True), expected))
-                wrong = [each for each in found if each.margin is None or each.margin >= TIES[dtype]]
-                largest = max((each.margin for each in found if each.margin is not None), default=0.0)
-                counted = f"{len(found)} of {len(requests)} outputs part at a tie, the widest of {largest:.2g}"
-                yield f"{dtype} T={temperature} {name}, {sum(map(len, expected))} tokens, {counted}", wrong
-
-
-WINDOWS: dict[str, Callable[[], Window]] = {"chain": lambda: FixedChain(5), "tree": goodput}
-LOCALS = {  # drafters in the target's own process
-    "heads": LocalConfig("heads", heads=HEADS),
-    "early-exit": LocalConfig("early-exit"),
-    "jacobi": LocalConfig("jacobi"),
-    "suffix": LocalConfig("suffix"),
-    "ngram": LocalConfig("ngram"),
-    "retrieval": LocalConfig("retrieval", documents=PROMPTS),
-}
 Ends = tuple[Link[Down, Up], Link[Up, Down]]
 
 
@@ -382,100 +335,3 @@ def serve(target: TargetReplica, requests: Sequence[GenerationRequest]) -> list[
     for _ in requests:
         ended.acquire()
     return generations
-
-
-def pipeline_matrix(
-    runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int
-) -> Iterator[Result]:
-    """Target and draft replicas on a gRPC link and on a faulty one, against plain decoding in one process."""
-    for temperature in TEMPERATURES:
-        requests = make_requests(prompts, temperature, tokens)
-        plain = [generation.tokens for generation in run(runner, requests, batch=1)]
-        for link in ("grpc", "faulty"):
-            for batch in (1, 8):
-                for name, window in WINDOWS.items():
-                    target = TargetReplica(runner, window(), max_batch=batch, lookup=8)
-                    drafting = DraftReplica(ModelDrafter(draft))
-                    server = DraftServer("127.0.0.1", 0, drafting.add_link)
-                    down, up = (connect(server.address, 10.0), None) if link == "grpc" else faulty_ends()
-                    if up is not None:
-                        drafting.add_link(up)
-                    target.add_link(down)
-                    generations = serve(target, requests)
-                    guessed = sum(generation.accepted for generation in generations) / sum(map(len, plain))
-                    assert target.wait_idle(60.0)
-                    target.check()
-                    target.close()
-                    server.stop()
-                    drafting.close()
-                    case = f"T={temperature} {link} batch={batch} {name}, {guessed:.0%} of the tokens from the draft"
-                    yield case, list(differences(generations, plain))
-    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
-
-
-def local_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Result]:
-    """Target replicas that guess by themselves, alone and with a draft replica, against plain decoding in one process."""
-    tokenizer = load_tokenizer(TARGET)
-    for temperature in TEMPERATURES:
-        requests = make_requests(prompts, temperature, tokens)
-        plain = [generation.tokens for generation in run(runner, requests, batch=1)]
-        for name, config in LOCALS.items():
-            for batch, drafts in ((1, 0), (8, 0), (8, 1)):
-                local = make_local(config, runner, tokenizer)
-                target = TargetReplica(runner, goodput(), max_batch=batch, lookup=8, local=local)
-                drafting = DraftReplica(ModelDrafter(draft))
-                if drafts:
-                    down, up = memory_link()
-                    drafting.add_link(up)
-                    target.add_link(down)
-                generations = serve(target, requests)
-                guessed = sum(generation.accepted for generation in generations) / sum(map(len, plain))
-                assert target.wait_idle(60.0)
-                target.check()
-                target.close()
-                drafting.close()
-                case = (
-                    f"T={temperature} local {name} batch={batch} drafts={drafts}, {guessed:.0%} of the tokens guessed"
-                )
-                yield case, list(differences(generations, plain))
-    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
-
-
-def main() -> int:
-    """Exits with 1 when an output is wrong."""
-    from tests.faults import STREAMS, faults_matrix  # they import this file
-    from tests.served import served_matrix  # likewise, which tests import that need no Ray
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=50, help="how many of the bundled prompts")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each")
-    parser.add_argument("--count", type=int, default=100, help="how many of them through a server")
-    parser.add_argument(
-        "--part", choices=["engine", "ties", "pipeline", "faults", "served", "all"], default="all", help="what to run"
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    console = Console(soft_wrap=True)
-    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 1024)
-    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
-    prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
-    parts: dict[str, Callable[[], Iterator[Result]]] = {
-        "engine": lambda: engine_matrix(runner, draft, prompts, tokens),
-        "ties": lambda: ties_matrix(prompts, tokens),
-        "pipeline": lambda: chained(
-            pipeline_matrix(runner, draft, prompts, tokens), local_matrix(runner, draft, prompts, tokens)
-        ),
-        "faults": lambda: faults_matrix(runner, prompts[:STREAMS], tokens),
-        "served": lambda: served_matrix(runner, load_prompts(arguments.count), tokens),
-    }
-    failed = False
-    for part, matrix in parts.items():
-        if arguments.part in (part, "all"):
-            for case, wrong in matrix():
-                console.print(f"{case}: " + (f"WRONG {wrong}" if wrong else "equal"))
-                failed = failed or bool(wrong)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

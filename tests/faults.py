@@ -1,11 +1,12 @@
 """The first promise under faults: requests cancelled anywhere, drafts and targets killed under their streams.
 
-A part of tests.exact. Target and drafts are processes on gRPC links, killed by SIGKILL; each audits itself in the end. What
+A part of tests.matrix. Target and drafts are processes on gRPC links, killed by SIGKILL; each audits itself in the end. What
 clients got must be what plain decoding gives, up to where they cancelled.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count, cycle
 from random import Random
 
@@ -83,7 +84,7 @@ def cancelled(requests: Sequence[GenerationRequest], expected: dict[str, list[in
     draft.end()
     reasons = [generation.finish_reason for generation in streams.all.values()]
     assert set(reasons) == {"cancelled", "length"}
-    return f"{reasons.count('cancelled')} of {number} requests cancelled", streams.wrong()
+    return f"{reasons.count('cancelled')} of {number}", streams.wrong()
 
 
 def drafts_killed(requests: Sequence[GenerationRequest], expected: dict[str, list[int]], kills: int) -> exact.Result:
@@ -111,8 +112,7 @@ def drafts_killed(requests: Sequence[GenerationRequest], expected: dict[str, lis
             spare = Child(run_draft) if killed < kills else None
     target.end()
     draft.end()
-    case = f"{killed} drafts killed under {len(requests)} streams, {len(streams.all)} in all"
-    return case, streams.wrong()
+    return f"{killed} under {len(requests)} streams, {len(streams.all)} in all", streams.wrong()
 
 
 def targets_killed(requests: Sequence[GenerationRequest], expected: dict[str, list[int]], kills: int) -> exact.Result:
@@ -138,7 +138,7 @@ def targets_killed(requests: Sequence[GenerationRequest], expected: dict[str, li
     streams.finish(target)
     target.end()
     draft.end()
-    return f"{kills} targets killed under {len(requests)} streams, {resumed} resumed by the last", streams.wrong()
+    return f"{kills} under {len(requests)} streams, {resumed} resumed by the last", streams.wrong()
 
 
 def _hear_out(target: Child, streams: Streams) -> None:
@@ -169,13 +169,13 @@ def faults_matrix(
     cancellations: int = CANCELLATIONS,
     draft_kills: int = DRAFT_KILLS,
     target_kills: int = TARGET_KILLS,
-) -> Iterator[exact.Result]:
+) -> Iterator[exact.Case]:
     """One stream a prompt, of which every other is greedy and the others are not."""
     short, long = (mixed(prompts, length) for length in (min(tokens, _CANCELLED_TOKENS), tokens))
-    yield cancelled(short, plain(runner, short), cancellations)
-    expected = plain(runner, long)
-    yield drafts_killed(long, expected, draft_kills)
-    yield targets_killed(long, expected, target_kills)
+    expected = cache(lambda: plain(runner, long))
+    yield exact.Case("requests cancelled", lambda: cancelled(short, plain(runner, short), cancellations))
+    yield exact.Case("drafts killed", lambda: drafts_killed(long, expected(), draft_kills))
+    yield exact.Case("targets killed", lambda: targets_killed(long, expected(), target_kills))
 
 
 def mixed(prompts: Sequence[exact.Tokens], tokens: int) -> list[GenerationRequest]:

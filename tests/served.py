@@ -1,6 +1,6 @@
 """The first promise through the whole server: what clients get over HTTP and gRPC is what plain decoding gives.
 
-A part of tests.exact: two targets and a draft under Ray Serve, as `paceline serve` runs them; 16 streams at a time, greedy
+A part of tests.matrix: two targets and a draft under Ray Serve, as `paceline serve` runs them; 16 streams at a time, greedy
 and seeded, also while targets are killed under them.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -226,7 +227,7 @@ def parted(said: Sequence[Said], expected: Sequence[Said]) -> Iterator[exact.Dif
 
 def compare(
     config: ServeConfig, targets: Targets, runner: ModelRunner, requests: Sequence[GenerationRequest]
-) -> Iterator[exact.Result]:
+) -> Iterator[exact.Case]:
     """Both protocols, with all targets and with targets that are killed, against plain decoding in this process."""
     asked = [replace(request, params=replace(request.params, logprobs=0)) for request in requests]
     plain = exact.run(runner, asked, batch=4)
@@ -235,13 +236,23 @@ def compare(
     apis: dict[str, Api] = {"HTTP": OverHttp(config), "gRPC": OverGrpc(config)}
     for name, api in apis.items():
         expected = [api.expected(generation) for generation in plain]
+        yield exact.Case(f"{temperature} {name}", partial(streamed, api, requests, expected))
+        yield exact.Case(f"{temperature} {name}, targets killed", partial(killed, targets, api, requests, expected))
+
+
+def streamed(api: Api, requests: Sequence[GenerationRequest], expected: Sequence[Said]) -> exact.Result:
+    """With all targets."""
+    said = read_all(api, requests)
+    return shares(said), list(parted(said, expected))
+
+
+def killed(targets: Targets, api: Api, requests: Sequence[GenerationRequest], expected: Sequence[Said]) -> exact.Result:
+    """With targets that are killed."""
+    with Killer(targets) as killer:
         said = read_all(api, requests)
-        yield f"{temperature} {name}, {shares(said)}", list(parted(said, expected))
-        with Killer(targets) as killer:
-            said = read_all(api, requests)
-        assert killer.streams, "the streams ended before a target was killed"
-        killed = f"{len(killer.streams)} targets killed under {sum(killer.streams)} streams"
-        yield f"{temperature} {name}, {killed}, {shares(said)}", list(parted(said, expected))
+    assert killer.streams, "the streams ended before a target was killed"
+    told = f"{len(killer.streams)} targets killed under {sum(killer.streams)} streams, {shares(said)}"
+    return told, list(parted(said, expected))
 
 
 def read_all(api: Api, requests: Sequence[GenerationRequest]) -> list[Said]:
@@ -256,7 +267,7 @@ def shares(said: Sequence[Said]) -> str:
     return f"{len(said)} streams of {tokens} tokens, {accepted / tokens:.0%} from the draft"
 
 
-def served_matrix(runner: ModelRunner, prompts: Sequence[exact.Tokens], tokens: int) -> Iterator[exact.Result]:
+def served_matrix(runner: ModelRunner, prompts: Sequence[exact.Tokens], tokens: int) -> Iterator[exact.Case]:
     """Through a server that is started for it; audited at the end."""
     config = make_config()
     with deployed(config) as targets:

@@ -59,6 +59,8 @@ def test_text_over_http_counts_as_many_tokens_as_the_server_says() -> None:
     assert stream.count == 5
     assert stream.arrivals == ((0.1, 1), (0.2, 3), (0.3, 1))
     assert stream.text == "abcdefgh"
+    late = by_text([(0.1, "a"), (0.2, "b" * 99)], 9)
+    assert late.arrivals == ((0.1, 1), (0.2, 8)), "the first token came with the first text, however short"
 
 
 def test_outputs_part_at_ties_or_otherwise() -> None:

@@ -72,10 +72,3 @@ def test_streams_are_the_same_in_batches_along_trees_and_resumed(
     assert not list(exact.differences(exact.run(halved, requests, exact.tree(12)(draft)), plain))
     resumed = [replace(each, resume_tokens=tuple(tokens[:3])) for each, tokens in zip(requests, plain, strict=True)]
     assert [generation.tokens for generation in exact.run(halved, resumed)] == [tokens[3:] for tokens in plain]
-
-
-def test_a_divergence_outside_invariant_mode_is_a_tie_in_bfloat16(prompts: list[exact.Tokens]) -> None:
-    results = list(
-        exact.ties_matrix([prompt[:20] for prompt in prompts[:2]], 6, ["bfloat16"], [1.0], ["plain", "ngram-3"])
-    )
-    assert [wrong for _, wrong in results] == [[], []]

@@ -20,6 +20,8 @@ from cluster.trace import Kind, Span
 from deployments import cli, demo_view, timeline
 from deployments.demo import Results
 from deployments.figures import Figures
+from deployments.training_cli import train
+from engine.checkpoint import MODELS
 from engine.types import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).parent.parent
@@ -156,7 +158,7 @@ def test_models_with_different_vocabularies_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_checkpoint_is_one_line(tmp_path: Path) -> None:
-    for file in (cli.MODELS / "code-target").glob("*.json"):
+    for file in (MODELS / "code-target").glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model.safetensors").write_text("no weights")
     result = run("generate", "x", "--target", str(tmp_path), "--mode", "plain")
@@ -223,7 +225,7 @@ def test_two_actors_give_the_text_of_plain_decoding(sample: tuple[list[str], str
 
 def test_training_options_are_the_recipe() -> None:
     recipe = engine.train.TrainingConfig()
-    defaults = {name: p.default for name, p in inspect.signature(cli.train).parameters.items()}
+    defaults = {name: p.default for name, p in inspect.signature(train).parameters.items()}
     assert defaults.pop("device") is None
     assert defaults == {name: getattr(recipe, name) for name in defaults}
 

@@ -20,7 +20,7 @@ from cluster.placement import Placement
 from cluster.target import TargetReplica
 from deployments.draft import DraftOptions, check_options
 from engine.automatic import GROWING
-from engine.checkpoint import ModelError
+from engine.checkpoint import MODELS, ModelError
 from engine.choice import DrafterName, Weights, check_documents
 from engine.decode import Speculation, decode
 from engine.drafters import Drafter
@@ -157,7 +157,7 @@ def test_the_command_serves_the_drafter_that_it_is_told(target: ModelRunner, doc
     command = [sys.executable, "-m", "deployments.cli", "draft", *options, "--listen", "127.0.0.1:0"]
     requests = exact.make_requests(exact.load_prompts(2), 0.8, TOKENS)
     plain = [generation.tokens for generation in decode(target, requests)]
-    with subprocess.Popen(command, cwd=exact.MODELS.parent, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=MODELS.parent, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             ready = next(line for line in process.stderr if "drafts at" in line)

@@ -8,5 +8,5 @@ def test_outputs_are_equal_and_nothing_is_left_when_requests_are_cancelled_and_r
     target: ModelRunner,
 ) -> None:
     prompts = [prompt[:20] for prompt in exact.load_prompts(6)]
-    results = list(faults.faults_matrix(target, prompts, 16, cancellations=30, draft_kills=2, target_kills=1))
-    assert [wrong for _, wrong in results] == [[], [], []]
+    cases = faults.faults_matrix(target, prompts, 16, cancellations=30, draft_kills=2, target_kills=1)
+    assert [case.run()[1] for case in cases] == [[], [], []]

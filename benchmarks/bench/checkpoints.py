@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cluster.local import bundled
+from engine.checkpoint import MODELS
 from engine.expand import expand
 
-TARGET, DRAFT, PROMPTS = bundled("code-target"), bundled("code-draft"), bundled("heldout.jsonl")
+TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 
 
 @dataclass(frozen=True)

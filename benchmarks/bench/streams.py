@@ -76,16 +76,19 @@ def cut(stream: Stream, ends: Collection[int]) -> Stream:
 
 
 def by_text(pieces: Sequence[tuple[float, str]], total: int) -> Stream:
-    """A stream of which only pieces of text and the number of all tokens are known: they are shared out by characters."""
+    """A stream of which only pieces of text and the number of all tokens are known: they are shared out by characters.
+
+    The first piece is one token at least, however short its text: the first token came with it.
+    """
     text = "".join(piece for _, piece in pieces)
     arrivals, characters, told = [], 0, 0
     for index, (seconds, piece) in enumerate(pieces):
         characters += len(piece)
-        last = index == len(pieces) - 1
-        number = (total if last or not text else round(total * characters / len(text))) - told
-        if number:
-            arrivals.append((seconds, number))
-        told += number
+        share = characters / len(text) if text else 1.0
+        here = total if index == len(pieces) - 1 else min(total, max(1, round(total * share)))  # tokens so far
+        if here > told:
+            arrivals.append((seconds, here - told))
+        told = here
     return Stream(tuple(arrivals), (), text)
 
 

@@ -1,0 +1,290 @@
+"""The first promise as a program: every drafter, window, batch, link and temperature gives the tokens of plain decoding.
+
+`make exact` runs the full matrix: in one process, through target and draft replicas, also while requests are cancelled and
+replicas killed, and through a server. The tests run a sample of it.
+
+    python -m tests.matrix --prompts 24 --part engine --only batch=8
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from itertools import chain as chained
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from cluster.draft import DraftReplica
+from cluster.drafters import LocalConfig, make_local
+from cluster.grpc_link import connect
+from cluster.grpc_server import DraftServer
+from cluster.link import memory_link
+from cluster.target import TargetReplica
+from engine.budget import Window
+from engine.decode import Generation, Speculation
+from engine.drafters.model import ModelDrafter
+from engine.runner import Dtype, ModelRunner
+from engine.text import load_tokenizer
+from engine.types import GenerationRequest
+from engine.windows import FixedChain
+from tests.exact import (
+    DRAFT,
+    LOCALS,
+    SELF_SPECULATIONS,
+    SPECULATIONS,
+    TARGET,
+    TEMPERATURES,
+    TIE,
+    TIES,
+    Case,
+    Difference,
+    Result,
+    Tokens,
+    differences,
+    faulty_ends,
+    goodput,
+    load_prompts,
+    make_requests,
+    run,
+    serve,
+    versus_transformers,
+)
+from tests.faults import STREAMS, faults_matrix
+from tests.served import served_matrix
+
+ROOT = Path(__file__).parent.parent
+BATCHES = (1, 4, 8)
+WINDOWS: dict[str, Callable[[], Window]] = {"chain": lambda: FixedChain(5), "tree": goodput}
+
+
+@dataclass
+class Plain:
+    """What is asked at one temperature, and what plain decoding, one at a time, gives: the measure of all cases."""
+
+    runner: ModelRunner
+    requests: Sequence[GenerationRequest]
+    outputs: Callable[[], list[list[int]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outputs = cache(lambda: [each.tokens for each in run(self.runner, self.requests, batch=1)])
+
+    def differences(self, generations: Sequence[Generation]) -> list[Difference]:
+        """Where others part from it."""
+        return list(differences(generations, self.outputs()))
+
+    @property
+    def tokens(self) -> int:
+        """In all."""
+        return sum(map(len, self.outputs()))
+
+
+def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Case]:
+    """In one process: transformers' greedy output, then every drafter, window and batch at every temperature."""
+    yield Case("transformers' generate", partial(beside_transformers, runner, prompts, tokens))
+    speculations: dict[str, Callable[[], Speculation | None]] = {
+        "plain": lambda: None,
+        **{name: partial(make, draft) for name, make in SPECULATIONS.items()},
+        **{name: partial(make, runner) for name, make in SELF_SPECULATIONS.items()},
+    }
+    for temperature in TEMPERATURES:
+        plain = Plain(runner, make_requests(prompts, temperature, tokens))
+        for batch in BATCHES:
+            for name, make in speculations.items():
+                yield Case(f"T={temperature} batch={batch} {name}", partial(in_process, plain, make, batch))
+    assert draft.pool.used_pages == 0, "a drafter holds pages"
+
+
+def beside_transformers(runner: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Result:
+    """Greedy outputs are transformers' own, up to ties."""
+    found = versus_transformers(runner, prompts, tokens)
+    wrong = [difference for difference in found if difference.margin is None or difference.margin >= TIE]
+    return f"{len(prompts)} greedy outputs, {len(found) - len(wrong)} ties", wrong
+
+
+def in_process(plain: Plain, make: Callable[[], Speculation | None], batch: int) -> Result:
+    """One drafter and window, so many sequences at a time."""
+    generations = run(plain.runner, plain.requests, make(), batch)
+    per_step = plain.tokens / sum(generation.steps for generation in generations)
+    return f"{per_step:.2f} tokens a step", plain.differences(generations)
+
+
+def ties_matrix(
+    prompts: Sequence[Tokens],
+    tokens: int,
+    dtypes: Sequence[Dtype] = tuple(TIES),
+    temperatures: Sequence[float] = TEMPERATURES,
+    names: Sequence[str] = ("plain", "ngram-3", "tree-31"),
+) -> Iterator[Case]:
+    """Outside invariant mode: where its outputs leave those of invariant mode, which must be at ties; they are counted."""
+    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
+    for dtype in dtypes:
+        invariant = ModelRunner(TARGET, dtype=dtype, invariant=True, kv_tokens=2 * 1024)
+        fast = ModelRunner(TARGET, dtype=dtype, kv_tokens=8 * 1024)
+        for temperature in temperatures:
+            plain = Plain(invariant, make_requests(prompts, temperature, tokens))
+            for name in names:
+                speculation = SPECULATIONS[name](draft) if name != "plain" else None
+                yield Case(
+                    f"{dtype} T={temperature} {name}", partial(up_to_ties, fast, plain, speculation, TIES[dtype])
+                )
+
+
+def up_to_ties(fast: ModelRunner, plain: Plain, speculation: Speculation | None, tie: float) -> Result:
+    """How many outputs part, and those that do where the best scores are further apart than a tie."""
+    found = plain.differences(run(fast, plain.requests, speculation, margins=True))
+    wrong = [each for each in found if each.margin is None or each.margin >= tie]
+    largest = max((each.margin for each in found if each.margin is not None), default=0.0)
+    counted = f"{len(found)} of {len(plain.requests)} outputs part at a tie, the widest of {largest:.2g}"
+    return f"{plain.tokens} tokens, {counted}", wrong
+
+
+def pipeline_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Case]:
+    """Target and draft replicas on a gRPC link and on a faulty one, against plain decoding in one process."""
+    for temperature in TEMPERATURES:
+        plain = Plain(runner, make_requests(prompts, temperature, tokens))
+        for link in ("grpc", "faulty"):
+            for batch in (1, 8):
+                for name, window in WINDOWS.items():
+                    case = partial(two_replicas, plain, draft, link, batch, window)
+                    yield Case(f"T={temperature} {link} batch={batch} {name}", case)
+    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
+
+
+def two_replicas(plain: Plain, draft: ModelRunner, link: str, batch: int, window: Callable[[], Window]) -> Result:
+    """A target and a draft, audited at the end."""
+    target = TargetReplica(plain.runner, window(), max_batch=batch, lookup=8)
+    drafting = DraftReplica(ModelDrafter(draft))
+    server = DraftServer("127.0.0.1", 0, drafting.add_link)
+    down, up = (connect(server.address, 10.0), None) if link == "grpc" else faulty_ends()
+    if up is not None:
+        drafting.add_link(up)
+    target.add_link(down)
+    generations = serve(target, plain.requests)
+    assert target.wait_idle(60.0)
+    target.check()
+    target.close()
+    server.stop()
+    drafting.close()
+    return f"{guessed(generations, plain)} from the draft", plain.differences(generations)
+
+
+def local_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Case]:
+    """Target replicas that guess by themselves, alone and with a draft replica, against plain decoding in one process."""
+    for temperature in TEMPERATURES:
+        plain = Plain(runner, make_requests(prompts, temperature, tokens))
+        for name, config in LOCALS.items():
+            for batch, drafts in ((1, 0), (8, 0), (8, 1)):
+                case = partial(with_local_drafter, plain, draft if drafts else None, config, batch)
+                yield Case(f"T={temperature} local {name} batch={batch} drafts={drafts}", case)
+    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
+
+
+def with_local_drafter(plain: Plain, draft: ModelRunner | None, config: LocalConfig, batch: int) -> Result:
+    """A target with a drafter of its own, beside a draft or none."""
+    local = make_local(config, plain.runner, load_tokenizer(TARGET))
+    target = TargetReplica(plain.runner, goodput(), max_batch=batch, lookup=8, local=local)
+    drafting = DraftReplica(ModelDrafter(draft)) if draft is not None else None
+    if drafting is not None:
+        down, up = memory_link()
+        drafting.add_link(up)
+        target.add_link(down)
+    generations = serve(target, plain.requests)
+    assert target.wait_idle(60.0)
+    target.check()
+    target.close()
+    if drafting is not None:
+        drafting.close()
+    return f"{guessed(generations, plain)} guessed", plain.differences(generations)
+
+
+def guessed(generations: Sequence[Generation], plain: Plain) -> str:
+    """The share of tokens that were."""
+    return f"{sum(generation.accepted for generation in generations) / plain.tokens:.0%} of the tokens"
+
+
+class Results:
+    """What was found to be equal, in a file: a matrix of hours can be run in pieces."""
+
+    def __init__(self, path: Path, prompts: int, tokens: int) -> None:
+        """Reads what is there, if it is of the same prompts, lengths and code: of others nothing counts."""
+        self._path = path
+        self._conditions = {"prompts": prompts, "tokens": tokens, "code": code()}
+        self.equal: dict[str, str] = {}
+        if path.exists():
+            found = json.loads(path.read_text())
+            if found["conditions"] == self._conditions:
+                self.equal = found["equal"]
+
+    def add(self, case: str, told: str) -> None:
+        """Written at once."""
+        self.equal[case] = told
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"conditions": self._conditions, "equal": self.equal}, indent=1) + "\n")
+
+
+def code() -> str:
+    """A hash of what is tested."""
+    files = sorted(path for folder in ("engine", "cluster", "deployments") for path in (ROOT / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def main() -> int:
+    """Exits with 1 when an output is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m tests.matrix"
+    )
+    parser.add_argument("--prompts", type=int, default=200, help="how many of the bundled prompts (200)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each (128)")
+    parser.add_argument("--count", type=int, default=100, help="how many of them through a server (100)")
+    parser.add_argument(
+        "--part", choices=["engine", "ties", "pipeline", "faults", "served", "all"], default="all", help="what to run"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their name, as 'T=0.7 '")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("build/exact.json"),
+        metavar="FILE",
+        help="keeps what was equal; the same command leaves it out, unless the code has changed (build/exact.json)",
+    )
+    arguments = parser.parse_args()
+    results = Results(arguments.results, arguments.prompts, arguments.tokens)
+    torch.set_num_threads(1)
+    console = Console(soft_wrap=True)
+    if results.equal:
+        console.print(f"equal before, and left out: {len(results.equal)} cases ({arguments.results})")
+    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 1024)
+    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
+    prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
+    parts: dict[str, Callable[[], Iterator[Case]]] = {
+        "engine": lambda: engine_matrix(runner, draft, prompts, tokens),
+        "ties": lambda: ties_matrix(prompts, tokens),
+        "pipeline": lambda: chained(
+            pipeline_matrix(runner, draft, prompts, tokens), local_matrix(runner, draft, prompts, tokens)
+        ),
+        "faults": lambda: faults_matrix(runner, prompts[:STREAMS], tokens),
+        "served": lambda: served_matrix(runner, load_prompts(arguments.count), tokens),
+    }
+    wrong: dict[str, list[Difference]] = {}
+    for part, matrix in parts.items():
+        for case in matrix() if arguments.part in (part, "all") else ():
+            if arguments.only not in case.name or case.name in results.equal:
+                continue
+            told, found = case.run()
+            console.print(f"{case.name}, {told}: " + (f"WRONG {found}" if found else "equal"))
+            if found:
+                wrong[case.name] = found
+            else:
+                results.add(case.name, told)
+    for name, found in wrong.items():
+        console.print(f"WRONG: {name}, {json.dumps([asdict(each) for each in found])}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
