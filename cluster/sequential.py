@@ -7,6 +7,8 @@ from pathlib import Path
 
 from cluster.placement import Placement
 from cluster.warm import warm_up
+from engine.automatic import taking_turns
+from engine.budget import CostModel
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters.model import Growing, ModelDrafter
 from engine.runner import Dtype, ModelRunner
@@ -23,7 +25,7 @@ class Timed:
     seconds: float  # of the steps that decoded, drafting included, the target's prefill excluded
     tokens: int  # committed in these
     steps: int  # of the target, in these
-    drafting_s: float = 0.0  # of `seconds`: the target had nothing to do
+    drafting_s: float = 0.0  # of `seconds`: the target had nothing to do; not counted of the automatic choice
     arrivals: tuple[
         tuple[float, int], ...
     ] = ()  # seconds since the call, prefill included; tokens that were there then
@@ -48,22 +50,31 @@ class _TimedDrafter(ModelDrafter):
 
 
 class SequentialActor:
-    """One process, one placement, target and draft taking turns: a chain of k draft tokens, then a target step."""
+    """One process, one placement, target and draft taking turns: a chain of k draft tokens, then a target step.
+
+    Or what users get without choosing, which decides by itself how much is drafted, and how.
+    """
 
     def __init__(self, target: Path, draft: Path, dtype: Dtype, placement: Placement, invariant: bool = False) -> None:
         placement.apply_to_thread()
         self._target = ModelRunner(target, dtype=dtype, device=placement.device, invariant=invariant)
         self._draft = ModelRunner(draft, dtype=dtype, device=placement.device)
-        for runner in (self._target, self._draft):
-            warm_up(runner)
+        cost = CostModel(self._target.called_with)
+        warm_up(self._target, cost)
+        warm_up(self._draft)
+        self._automatic = taking_turns(self._draft, cost)
         self._drafters = {
             lookup: _TimedDrafter(self._draft, Growing(rows=1, children=1, lookup=lookup)) for lookup in (0, 8)
         }
 
-    def run(self, request: GenerationRequest, k: int, margins: bool = False, lookup: int = 0) -> Timed:
-        """Decodes one request with chains of k draft tokens; k = 0 is plain decoding. lookup: 0 or 8, see Growing."""
+    def run(self, request: GenerationRequest, k: int | None, margins: bool = False, lookup: int = 0) -> Timed:
+        """Decodes one request with chains of k draft tokens; 0: plain decoding, None: the automatic choice.
+
+        lookup: 0 or 8, beside a chain's draft; see Growing.
+        """
         drafter = self._drafters[lookup]
-        speculation = Speculation(drafter, FixedChain(k), k) if k else None
+        chain = Speculation(drafter, FixedChain(k), k) if k else None
+        speculation = self._automatic if k is None else chain
         generation = Generation(request)
         seconds, drafted_s, tokens, steps = 0.0, drafter.spent_s, 0, 0
         arrivals: list[tuple[float, int]] = []

@@ -14,6 +14,7 @@ from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.contenders import Environments, Notes, Peers, Place, Setup
 from benchmarks.bench.equality import compare
 from benchmarks.bench.http_client import arrival_times
+from benchmarks.bench.one_stream import Best
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import (
     KEYS,
@@ -133,6 +134,18 @@ def test_a_run_that_was_stopped_goes_on_with_the_parts_it_lacks(tmp_path: Path) 
     assert results.missing(setup, (0.0, 0.5), ("closed", "open"), 2) == [0.5]
     assert results.missing(setup, (0.0,), ("closed", "open"), 3) == [0.0]
     assert {row["loop"] for row in results.rows if row["temperature"] == 0} == {"prompts"}
+
+
+def test_a_run_that_goes_on_knows_the_best_number_of_draft_tokens_of_each_target() -> None:
+    rows = [
+        made("vllm-ngram", 1, 0.0, k=3),
+        made("vllm-ngram", 1, 1.0, k=2),
+        made("vllm-ngram", 1, 0.0, k=5) | {"target_params": 30_000_000},
+        made("vllm", 1, 0.0),
+        made("paceline-sequential", 1, 0.0, k=4),
+    ]
+    assert Best.known(rows, 11_000_000).vllm == {("vllm-ngram", 0.0): 3, ("vllm-ngram", 1.0): 2}
+    assert Best.known(rows, 1).vllm == {}
 
 
 def make_setup(folder: Path) -> Setup:

@@ -156,7 +156,10 @@ class Run:
             self._keep(many_streams.measure(setup, work, load, best, self.budget.share, self.progress))
 
     def _best(self, pair: Pair) -> Best:
-        """vLLM's draft tokens a step: tried once for each target, on one core."""
+        """vLLM's draft tokens a step: tried once for each target, on one core, or known from a run that was stopped."""
+        known = Best.known(self.results.rows, pair.params)
+        if all(any(t == temperature for _, t in known.vllm) for temperature in self.work.temperatures):
+            self.best.setdefault(pair.params, known)
         if pair.params not in self.best:
             setup = Setup(pair, Place("same-target-core", self.cores), self.env, self.notes, self.logs)
             if len(self.work.chains) > 1:

@@ -182,9 +182,10 @@ class Peers:
 
 @dataclass(frozen=True)
 class Own:
-    """Paceline's contenders, loaded. sequential(k, lookup) is one of them for each."""
+    """Paceline's contenders, loaded. sequential(k, lookup) is one of them for each; automatic: what users get, in turns."""
 
     plain: Run
+    automatic: Run
     sequential: Callable[[int, int], Run]
     pipelined: Run
     served: dict[str, Run]
@@ -210,10 +211,10 @@ def own(setup: Setup, with_server: bool) -> Iterator[Own]:
         turns = Turns(pair.target, pair.draft, where)
         turns.wait_ready()
 
-        def sequential(k: int, lookup: int) -> Run:
+        def sequential(k: int | None, lookup: int) -> Run:
             return lambda asks: turns.run(asks, k, lookup)
 
-        yield Own(sequential(0, 0), sequential, pipelined.run, served)
+        yield Own(sequential(0, 0), sequential(None, 0), sequential, pipelined.run, served)
 
 
 def over_http(server: Server) -> Run:

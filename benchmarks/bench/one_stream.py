@@ -70,6 +70,12 @@ class Best:
 
     vllm: dict[tuple[str, float], int] = field(default_factory=dict)
 
+    @classmethod
+    def known(cls, rows: Sequence[Row], params: int) -> "Best":
+        """What an earlier run found for a target of so many parameters, by the rows that it left."""
+        own = [row for row in rows if row["target_params"] == params and row["contender"] in VLLM_SPECULATIVE]
+        return cls({(row["contender"], row["temperature"]): row["k"] for row in own})
+
 
 def probe_vllm(setup: Setup, work: Work) -> Best:
     """Tries vLLM's methods with each K on a few prompts; those that can't be started are missing afterwards."""
@@ -157,7 +163,7 @@ def contenders(
     settings: dict[str, Row] = {name: {"k": k} for (name, k) in workers if k}
     runs |= {"paceline-plain": held.plain, "paceline-sequential": held.sequential(*chain)}
     settings["paceline-sequential"] = {"k": chain[0], "lookup": chain[1]}
-    runs |= {"paceline-pipelined": held.pipelined, **held.served}
+    runs |= {"paceline-auto": held.automatic, "paceline-pipelined": held.pipelined, **held.served}
     return {name: run for name, run in runs.items() if work.wants(name)}, settings
 
 

@@ -52,7 +52,7 @@ def request_of(ask: Ask, name: str) -> GenerationRequest:
 
 
 class Turns:
-    """Plain and sequential decoding: one process, target and draft taking turns. k = 0 is plain."""
+    """One process, target and draft taking turns. k = 0 is plain decoding, None the automatic choice."""
 
     def __init__(self, target: Path, draft: Path, where: Placement) -> None:
         self._actor = start_sequential(where, target, draft, "float32", invariant=False)
@@ -62,11 +62,11 @@ class Turns:
         """Blocks until the models are loaded."""
         ray.get(self._actor.run.remote(request_of(Ask((0,), 0, 0.0, 1), "ready"), 0))
 
-    def run(self, asks: Sequence[Ask], k: int, lookup: int = 0) -> list[Stream]:
+    def run(self, asks: Sequence[Ask], k: int | None, lookup: int = 0) -> list[Stream]:
         """One prompt after the other."""
         return [self._run(ask, k, lookup) for ask in asks]
 
-    def _run(self, ask: Ask, k: int, lookup: int) -> Stream:
+    def _run(self, ask: Ask, k: int | None, lookup: int) -> Stream:
         self._asked += 1
         timed: Timed = ray.get(self._actor.run.remote(request_of(ask, str(self._asked)), k, lookup=lookup))
         return Stream(timed.arrivals, tuple(timed.generation.tokens))
