@@ -146,7 +146,6 @@ class Peers:
                 self._notes.add(f"left out: {error}")
             else:
                 self._workers[key] = worker
-                self._notes.idle(worker.name, worker.idle_share())
 
     def _available(self, name: str) -> bool:
         python, target = (

@@ -1,7 +1,8 @@
-"""A contender's process that answers questions, a line of JSON each; it waits for the next one without computing."""
+"""A contender's process that answers questions, a line of JSON each; between two of them it is stopped."""
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -66,12 +67,14 @@ class Worker:
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Its answer. Raises WorkerError."""
         assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # the next line says it better
         answer: dict[str, Any] = json.loads(self._line())
+        self._process.send_signal(signal.SIGSTOP)
         return answer
 
     def run(self, asks: Sequence[Ask]) -> list[Stream]:
@@ -89,13 +92,10 @@ class Worker:
             for each in answer["streams"]
         ]
 
-    def idle_share(self) -> float:
-        """See below."""
-        return idle_share(self._process.pid)
-
     def close(self) -> None:
         """Ends it."""
         self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._output):
             if pipe is not None:
