@@ -21,7 +21,7 @@ from engine.step import MAX_WINDOW
 from engine.types import GenerationRequest, SamplingParams
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
-from tests.test_pipeline import Stream, drafting, memory, outputs, serving, submit
+from tests.replicas.helpers import Stream, drafting, memory, outputs, serving, submit
 
 PAGE = 32
 
