@@ -18,13 +18,7 @@ from engine.attention import SequenceRows
 from engine.budget import Window
 from engine.drafters import Drafter
 from engine.runner import ModelRunner
-from engine.types import (
-    Down,
-    GenerationRequest,
-    TokenChunk,
-    TokenLogprobs,
-    Up,
-)
+from engine.types import Down, GenerationRequest, TokenChunk, TokenLogprobs, Up
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S
 

@@ -19,15 +19,7 @@ from engine.drafters.model import Growing, ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.prefix import HandleChain
 from engine.runner import ModelRunner
-from engine.types import (
-    Commit,
-    Down,
-    Growth,
-    NeedPrefix,
-    Open,
-    SamplingParams,
-    Up,
-)
+from engine.types import Commit, Down, Growth, NeedPrefix, Open, SamplingParams, Up
 from engine.windows import FixedTree
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, growth, until

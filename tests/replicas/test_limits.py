@@ -17,12 +17,7 @@ from engine.attention import SequenceRows
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
-from engine.types import (
-    GenerationRequest,
-    Grammar,
-    InvalidRequest,
-    SamplingParams,
-)
+from engine.types import GenerationRequest, Grammar, InvalidRequest, SamplingParams
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 from tests.replicas.helpers import (

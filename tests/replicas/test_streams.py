@@ -16,10 +16,7 @@ from engine.drafters import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.runner import ModelRunner
-from engine.types import (
-    Down,
-    Open,
-)
+from engine.types import Down, Open
 from engine.windows import FixedChain, FixedTree
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
