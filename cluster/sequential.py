@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from cluster.placement import Placement
@@ -50,25 +51,26 @@ class _TimedDrafter(ModelDrafter):
 
 
 class SequentialActor:
-    """One process, one placement, target and draft taking turns: a chain of k draft tokens, then a target step.
-
-    Or what users get without choosing, which decides by itself how much is drafted, and how.
-    """
+    """One process, one placement, target and draft taking turns: draft tokens, then a target step."""
 
     def __init__(self, target: Path, draft: Path, dtype: Dtype, placement: Placement, invariant: bool = False) -> None:
         placement.apply_to_thread()
         self._target = ModelRunner(target, dtype=dtype, device=placement.device, invariant=invariant)
         self._draft = ModelRunner(draft, dtype=dtype, device=placement.device)
-        cost = CostModel(self._target.called_with)
-        warm_up(self._target, cost)
+        self._cost = CostModel(self._target.called_with)
+        warm_up(self._target, self._cost)
         warm_up(self._draft)
-        self._automatic = taking_turns(self._draft, cost)
         self._drafters = {
             lookup: _TimedDrafter(self._draft, Growing(rows=1, children=1, lookup=lookup)) for lookup in (0, 8)
         }
 
+    @cached_property
+    def _automatic(self) -> Speculation:
+        """Goes on learning from request to request."""
+        return taking_turns(self._draft, self._cost)
+
     def run(self, request: GenerationRequest, k: int | None, margins: bool = False, lookup: int = 0) -> Timed:
-        """Decodes one request with chains of k draft tokens; 0: plain decoding, None: the automatic choice.
+        """Decodes one request with chains of k draft tokens; 0: plain decoding, None: what users get without choosing.
 
         lookup: 0 or 8, beside a chain's draft; see Growing.
         """

@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from deployments import training_cli
 from deployments.cli_errors import OneLineErrors, one_line_errors, runtime_errors
 from deployments.simulate_cli import simulate
-from deployments.training_cli import distill, expand, heads, train
+from deployments.training_cli import TargetOption
 from engine.checkpoint import MODELS, check_checkpoint, check_pair
 from engine.choice import DrafterName, Weights, check_documents
 from engine.local_choice import LocalName, check_heads, check_local
@@ -36,9 +37,6 @@ app = typer.Typer(
     "[dim]Start with[/dim] paceline demo[dim], or[/dim] paceline generate 'def fibonacci(n):'",
 )
 
-TargetOption = Annotated[
-    Path, typer.Option(metavar="DIR", help="checkpoint of the target, if not the bundled one", show_default=False)
-]
 DraftOption = Annotated[
     Path, typer.Option(metavar="DIR", help="checkpoint of the draft, if not the bundled one", show_default=False)
 ]
@@ -376,8 +374,11 @@ def draft(
         run_draft(options, Console(stderr=True, highlight=False))
 
 
-for command in (simulate, train, distill, heads, expand):
-    app.command()(command)
+app.command()(simulate)
+app.command()(training_cli.train)
+app.command()(training_cli.distill)
+app.command()(training_cli.heads)
+app.command()(training_cli.expand)
 
 config_app = typer.Typer(help="The configuration of 'paceline serve'.", no_args_is_help=True)
 app.add_typer(config_app, name="config")

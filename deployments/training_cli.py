@@ -9,6 +9,10 @@ from deployments.cli_errors import one_line_errors
 from engine.checkpoint import MODELS, check_checkpoint, check_pair
 from engine.types import require
 
+TargetOption = Annotated[
+    Path, typer.Option(metavar="DIR", help="checkpoint of the target, if not the bundled one", show_default=False)
+]
+
 
 def train(
     out: Annotated[Path, typer.Option(help="folder that gets the two checkpoints")] = Path("models"),
@@ -58,9 +62,7 @@ def train(
 
 def distill(
     out: Annotated[Path, typer.Option(help="folder that gets the new draft")],
-    target: Annotated[
-        Path, typer.Option(metavar="DIR", help="checkpoint of the target, if not the bundled one", show_default=False)
-    ] = MODELS / "code-target",
+    target: TargetOption = MODELS / "code-target",
     draft: Annotated[
         Path,
         typer.Option(metavar="DIR", help="where the draft starts from, if not the bundled one", show_default=False),

@@ -277,8 +277,8 @@ Result = tuple[str, list[Difference]]  # what there is to tell, and where output
 
 
 @dataclass(frozen=True)
-class Case:
-    """A comparison, not made yet; its name is the same in every run."""
+class Comparison:
+    """Outputs to compare, not made yet; its name is the same in every run."""
 
     name: str
     run: Callable[[], Result]

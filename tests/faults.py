@@ -169,13 +169,13 @@ def faults_matrix(
     cancellations: int = CANCELLATIONS,
     draft_kills: int = DRAFT_KILLS,
     target_kills: int = TARGET_KILLS,
-) -> Iterator[exact.Case]:
+) -> Iterator[exact.Comparison]:
     """One stream a prompt, of which every other is greedy and the others are not."""
     short, long = (mixed(prompts, length) for length in (min(tokens, _CANCELLED_TOKENS), tokens))
     expected = cache(lambda: plain(runner, long))
-    yield exact.Case("requests cancelled", lambda: cancelled(short, plain(runner, short), cancellations))
-    yield exact.Case("drafts killed", lambda: drafts_killed(long, expected(), draft_kills))
-    yield exact.Case("targets killed", lambda: targets_killed(long, expected(), target_kills))
+    yield exact.Comparison("requests cancelled", lambda: cancelled(short, plain(runner, short), cancellations))
+    yield exact.Comparison("drafts killed", lambda: drafts_killed(long, expected(), draft_kills))
+    yield exact.Comparison("targets killed", lambda: targets_killed(long, expected(), target_kills))
 
 
 def mixed(prompts: Sequence[exact.Tokens], tokens: int) -> list[GenerationRequest]:

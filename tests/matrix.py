@@ -11,8 +11,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain as chained
 from pathlib import Path
 
@@ -35,13 +35,14 @@ from engine.windows import FixedChain
 from tests.exact import (
     DRAFT,
     LOCALS,
+    PROMPTS,
     SELF_SPECULATIONS,
     SPECULATIONS,
     TARGET,
     TEMPERATURES,
     TIE,
     TIES,
-    Case,
+    Comparison,
     Difference,
     Result,
     Tokens,
@@ -68,24 +69,27 @@ class Plain:
 
     runner: ModelRunner
     requests: Sequence[GenerationRequest]
-    outputs: Callable[[], list[list[int]]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.outputs = cache(lambda: [each.tokens for each in run(self.runner, self.requests, batch=1)])
+    @cached_property
+    def outputs(self) -> list[list[int]]:
+        """Decoded when they are first needed."""
+        return [each.tokens for each in run(self.runner, self.requests, batch=1)]
 
     def differences(self, generations: Sequence[Generation]) -> list[Difference]:
         """Where others part from it."""
-        return list(differences(generations, self.outputs()))
+        return list(differences(generations, self.outputs))
 
     @property
     def tokens(self) -> int:
-        """In all."""
-        return sum(map(len, self.outputs()))
+        """Of all outputs together."""
+        return sum(map(len, self.outputs))
 
 
-def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Case]:
+def engine_matrix(
+    runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int
+) -> Iterator[Comparison]:
     """In one process: transformers' greedy output, then every drafter, window and batch at every temperature."""
-    yield Case("transformers' generate", partial(beside_transformers, runner, prompts, tokens))
+    yield Comparison("transformers' generate", partial(beside_transformers, runner, prompts, tokens))
     speculations: dict[str, Callable[[], Speculation | None]] = {
         "plain": lambda: None,
         **{name: partial(make, draft) for name, make in SPECULATIONS.items()},
@@ -95,7 +99,7 @@ def engine_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tok
         plain = Plain(runner, make_requests(prompts, temperature, tokens))
         for batch in BATCHES:
             for name, make in speculations.items():
-                yield Case(f"T={temperature} batch={batch} {name}", partial(in_process, plain, make, batch))
+                yield Comparison(f"T={temperature} batch={batch} {name}", partial(in_process, plain, make, batch))
     assert draft.pool.used_pages == 0, "a drafter holds pages"
 
 
@@ -119,7 +123,7 @@ def ties_matrix(
     dtypes: Sequence[Dtype] = tuple(TIES),
     temperatures: Sequence[float] = TEMPERATURES,
     names: Sequence[str] = ("plain", "ngram-3", "tree-31"),
-) -> Iterator[Case]:
+) -> Iterator[Comparison]:
     """Outside invariant mode: where its outputs leave those of invariant mode, which must be at ties; they are counted."""
     draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
     for dtype in dtypes:
@@ -129,7 +133,7 @@ def ties_matrix(
             plain = Plain(invariant, make_requests(prompts, temperature, tokens))
             for name in names:
                 speculation = SPECULATIONS[name](draft) if name != "plain" else None
-                yield Case(
+                yield Comparison(
                     f"{dtype} T={temperature} {name}", partial(up_to_ties, fast, plain, speculation, TIES[dtype])
                 )
 
@@ -143,7 +147,9 @@ def up_to_ties(fast: ModelRunner, plain: Plain, speculation: Speculation | None,
     return f"{plain.tokens} tokens, {counted}", wrong
 
 
-def pipeline_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Case]:
+def pipeline_matrix(
+    runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int
+) -> Iterator[Comparison]:
     """Target and draft replicas on a gRPC link and on a faulty one, against plain decoding in one process."""
     for temperature in TEMPERATURES:
         plain = Plain(runner, make_requests(prompts, temperature, tokens))
@@ -151,7 +157,7 @@ def pipeline_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[T
             for batch in (1, 8):
                 for name, window in WINDOWS.items():
                     case = partial(two_replicas, plain, draft, link, batch, window)
-                    yield Case(f"T={temperature} {link} batch={batch} {name}", case)
+                    yield Comparison(f"T={temperature} {link} batch={batch} {name}", case)
     assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
@@ -173,14 +179,16 @@ def two_replicas(plain: Plain, draft: ModelRunner, link: str, batch: int, window
     return f"{guessed(generations, plain)} from the draft", plain.differences(generations)
 
 
-def local_matrix(runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Iterator[Case]:
+def local_matrix(
+    runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int
+) -> Iterator[Comparison]:
     """Target replicas that guess by themselves, alone and with a draft replica, against plain decoding in one process."""
     for temperature in TEMPERATURES:
         plain = Plain(runner, make_requests(prompts, temperature, tokens))
         for name, config in LOCALS.items():
             for batch, drafts in ((1, 0), (8, 0), (8, 1)):
                 case = partial(with_local_drafter, plain, draft if drafts else None, config, batch)
-                yield Case(f"T={temperature} local {name} batch={batch} drafts={drafts}", case)
+                yield Comparison(f"T={temperature} local {name} batch={batch} drafts={drafts}", case)
     assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
@@ -203,34 +211,34 @@ def with_local_drafter(plain: Plain, draft: ModelRunner | None, config: LocalCon
 
 
 def guessed(generations: Sequence[Generation], plain: Plain) -> str:
-    """The share of tokens that were."""
+    """By a draft, or by the target's own drafter."""
     return f"{sum(generation.accepted for generation in generations) / plain.tokens:.0%} of the tokens"
 
 
 class Results:
     """What was found to be equal, in a file: a matrix of hours can be run in pieces."""
 
-    def __init__(self, path: Path, prompts: int, tokens: int) -> None:
-        """Reads what is there, if it is of the same prompts, lengths and code: of others nothing counts."""
-        self._path = path
-        self._conditions = {"prompts": prompts, "tokens": tokens, "code": code()}
-        self.equal: dict[str, str] = {}
-        if path.exists():
-            found = json.loads(path.read_text())
-            if found["conditions"] == self._conditions:
-                self.equal = found["equal"]
+    def __init__(self, folder: Path, conditions: Sequence[int]) -> None:
+        """conditions: how many prompts and tokens. Of others, or of other code or models, there is another file."""
+        self.path = folder / f"{digest(conditions)}.json"
+        self.equal: dict[str, str] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def add(self, case: str, told: str) -> None:
-        """Written at once."""
+        """Written at once, and whole."""
         self.equal[case] = told
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"conditions": self._conditions, "equal": self.equal}, indent=1) + "\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(json.dumps(self.equal, indent=1) + "\n")
+        beside.replace(self.path)
 
 
-def code() -> str:
-    """A hash of what is tested."""
-    files = sorted(path for folder in ("engine", "cluster", "deployments") for path in (ROOT / folder).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+def digest(conditions: Sequence[int]) -> str:
+    """Of what is compared, and how."""
+    code = [path for folder in ("engine", "cluster", "deployments", "tests") for path in (ROOT / folder).rglob("*.py")]
+    files = sorted([*code, *(ROOT / "models").rglob("*.safetensors"), PROMPTS])
+    return hashlib.sha256(b"".join([repr(conditions).encode(), *(path.read_bytes() for path in files)])).hexdigest()[
+        :16
+    ]
 
 
 def main() -> int:
@@ -248,20 +256,20 @@ def main() -> int:
     parser.add_argument(
         "--results",
         type=Path,
-        default=Path("build/exact.json"),
-        metavar="FILE",
-        help="keeps what was equal; the same command leaves it out, unless the code has changed (build/exact.json)",
+        default=Path("build/exact"),
+        metavar="DIR",
+        help="keeps what was equal; the same command leaves it out, unless the code has changed (build/exact)",
     )
     arguments = parser.parse_args()
-    results = Results(arguments.results, arguments.prompts, arguments.tokens)
+    results = Results(arguments.results, (arguments.prompts, arguments.tokens, arguments.count))
     torch.set_num_threads(1)
     console = Console(soft_wrap=True)
     if results.equal:
-        console.print(f"equal before, and left out: {len(results.equal)} cases ({arguments.results})")
+        console.print(f"equal before, and left out: {len(results.equal)} ({results.path})")
     runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 1024)
     draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
     prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
-    parts: dict[str, Callable[[], Iterator[Case]]] = {
+    parts: dict[str, Callable[[], Iterator[Comparison]]] = {
         "engine": lambda: engine_matrix(runner, draft, prompts, tokens),
         "ties": lambda: ties_matrix(prompts, tokens),
         "pipeline": lambda: chained(
@@ -270,19 +278,21 @@ def main() -> int:
         "faults": lambda: faults_matrix(runner, prompts[:STREAMS], tokens),
         "served": lambda: served_matrix(runner, load_prompts(arguments.count), tokens),
     }
-    wrong: dict[str, list[Difference]] = {}
+    wrong: list[str] = []
     for part, matrix in parts.items():
-        for case in matrix() if arguments.part in (part, "all") else ():
+        if arguments.part not in (part, "all"):
+            continue
+        for case in matrix():
             if arguments.only not in case.name or case.name in results.equal:
                 continue
             told, found = case.run()
             console.print(f"{case.name}, {told}: " + (f"WRONG {found}" if found else "equal"))
             if found:
-                wrong[case.name] = found
+                wrong.append(case.name)
             else:
                 results.add(case.name, told)
-    for name, found in wrong.items():
-        console.print(f"WRONG: {name}, {json.dumps([asdict(each) for each in found])}")
+    if wrong:
+        console.print(f"WRONG: {', '.join(wrong)}")
     return 1 if wrong else 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import ray
@@ -44,6 +44,7 @@ _LOOK_EVERY_S = 0.1
 OWN_DEFAULTS = {"invariant": False, "kv_tokens": 32768}  # the settings of our own engine, where another one runs
 
 Targets = DeploymentHandle[Any]
+Plain = Callable[[], list[Generation]]  # what plain decoding gives, when it is first needed
 
 
 def free_ports(number: int) -> list[int]:
@@ -227,32 +228,32 @@ def parted(said: Sequence[Said], expected: Sequence[Said]) -> Iterator[exact.Dif
 
 def compare(
     config: ServeConfig, targets: Targets, runner: ModelRunner, requests: Sequence[GenerationRequest]
-) -> Iterator[exact.Case]:
+) -> Iterator[exact.Comparison]:
     """Both protocols, with all targets and with targets that are killed, against plain decoding in this process."""
     asked = [replace(request, params=replace(request.params, logprobs=0)) for request in requests]
-    plain = exact.run(runner, asked, batch=4)
+    plain = cache(lambda: exact.run(runner, asked, batch=4))
     temperature = f"T={requests[0].params.temperature}"
     until(lambda: all(each.drafts for each in targets.broadcast("stats").results()), "every target finds its draft")
     apis: dict[str, Api] = {"HTTP": OverHttp(config), "gRPC": OverGrpc(config)}
     for name, api in apis.items():
-        expected = [api.expected(generation) for generation in plain]
-        yield exact.Case(f"{temperature} {name}", partial(streamed, api, requests, expected))
-        yield exact.Case(f"{temperature} {name}, targets killed", partial(killed, targets, api, requests, expected))
+        case = f"{temperature} {name}"
+        yield exact.Comparison(case, partial(streamed, api, requests, plain))
+        yield exact.Comparison(f"{case}, targets killed", partial(killed, targets, api, requests, plain))
 
 
-def streamed(api: Api, requests: Sequence[GenerationRequest], expected: Sequence[Said]) -> exact.Result:
+def streamed(api: Api, requests: Sequence[GenerationRequest], plain: Plain) -> exact.Result:
     """With all targets."""
     said = read_all(api, requests)
-    return shares(said), list(parted(said, expected))
+    return shares(said), list(parted(said, [api.expected(generation) for generation in plain()]))
 
 
-def killed(targets: Targets, api: Api, requests: Sequence[GenerationRequest], expected: Sequence[Said]) -> exact.Result:
+def killed(targets: Targets, api: Api, requests: Sequence[GenerationRequest], plain: Plain) -> exact.Result:
     """With targets that are killed."""
     with Killer(targets) as killer:
         said = read_all(api, requests)
     assert killer.streams, "the streams ended before a target was killed"
     told = f"{len(killer.streams)} targets killed under {sum(killer.streams)} streams, {shares(said)}"
-    return told, list(parted(said, expected))
+    return told, list(parted(said, [api.expected(generation) for generation in plain()]))
 
 
 def read_all(api: Api, requests: Sequence[GenerationRequest]) -> list[Said]:
@@ -267,7 +268,7 @@ def shares(said: Sequence[Said]) -> str:
     return f"{len(said)} streams of {tokens} tokens, {accepted / tokens:.0%} from the draft"
 
 
-def served_matrix(runner: ModelRunner, prompts: Sequence[exact.Tokens], tokens: int) -> Iterator[exact.Case]:
+def served_matrix(runner: ModelRunner, prompts: Sequence[exact.Tokens], tokens: int) -> Iterator[exact.Comparison]:
     """Through a server that is started for it; audited at the end."""
     config = make_config()
     with deployed(config) as targets:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -29,8 +30,10 @@ from benchmarks.bench.streams import (
     many_streams,
     one_stream,
 )
+from benchmarks.bench.worker import Worker, WorkerError
 from engine.runner import ModelRunner
 from tests import exact
+from tests.cluster_fixtures import until
 
 END = 0
 STREAM = Stream(((0.5, 1), (0.6, 3), (0.8, 2)), (7, 8, 9, END, 5, 5))
@@ -134,6 +137,26 @@ def test_a_run_that_was_stopped_goes_on_with_the_parts_it_lacks(tmp_path: Path) 
     assert results.missing(setup, (0.0, 0.5), ("closed", "open"), 2) == [0.5]
     assert results.missing(setup, (0.0,), ("closed", "open"), 3) == [0.0]
     assert {row["loop"] for row in results.rows if row["temperature"] == 0} == {"prompts"}
+
+
+def test_a_worker_is_stopped_between_questions_and_says_when_it_ended(tmp_path: Path) -> None:
+    script = """if True:
+        import os, sys
+        print("{}", flush=True)
+        for line in sys.stdin:
+            if "end" in line:
+                break
+            print('{"pid": %d}' % os.getpid(), flush=True)
+    """
+    worker = Worker("echo", [sys.executable, "-c", script], {}, tmp_path)
+    worker.wait_ready()
+    for _ in range(2):
+        stat = Path(f"/proc/{worker.ask({})['pid']}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stops")  # noqa: B023
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="echo ended"):
+            worker.ask({"end": True})
+    worker.close()
 
 
 def test_a_run_that_goes_on_knows_the_best_number_of_draft_tokens_of_each_target() -> None:

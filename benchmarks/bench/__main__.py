@@ -158,7 +158,8 @@ class Run:
     def _best(self, pair: Pair) -> Best:
         """vLLM's draft tokens a step: tried once for each target, on one core, or known from a run that was stopped."""
         known = Best.known(self.results.rows, pair.params)
-        if all(any(t == temperature for _, t in known.vllm) for temperature in self.work.temperatures):
+        wanted = [name for name in VLLM_SPECULATIVE if self.work.wants(name)]
+        if all((name, temperature) in known.vllm for name in wanted for temperature in self.work.temperatures):
             self.best.setdefault(pair.params, known)
         if pair.params not in self.best:
             setup = Setup(pair, Place("same-target-core", self.cores), self.env, self.notes, self.logs)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure, SubFigure
 
 from benchmarks.bench.streams import Row
 
-_OURS = ("#8cc7d1", "#4fa7b8", "#1d5361", "#7fb5a0", "#2b7a5b")
+_OURS = ("#8cc7d1", "#4fa7b8", "#1d5361", "#7fb5a0", "#2b7a5b", "#b5d99c")
 _PEERS = ("#5a5a5a", "#aaaaaa", "#d9822b", "#e8c04a", "#b0576f", "#7a6fb0")
 _BAR, _AROUND, _LOOP = 0.26, 1.1, 3.4  # inches: a bar, what surrounds bars, a line of loops
 Line = tuple[str, str, list[list[Row]]]  # loop, title, rows of each plot

@@ -1,5 +1,6 @@
 """A contender's process that answers questions, a line of JSON each; between two of them it is stopped."""
 
+import ctypes
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from benchmarks.bench.streams import Ask, Stream
 
 SETTLE_S = 1.5  # vLLM's servers look for work without a pause for a second before they sleep
 _IDLE_S = 1.0
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class WorkerError(RuntimeError):
@@ -43,6 +45,11 @@ def cpu_s(pid: int) -> float:
     return sum(times.get(member, 0) for member in family) / os.sysconf("SC_CLK_TCK")
 
 
+def _end_with_parent() -> None:
+    """In a child: the kernel kills it when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Worker:
     """A process, started by the constructor; `wait_ready` before the first question."""
 
@@ -58,6 +65,7 @@ class Worker:
             stderr=self._output,
             text=True,
             env={**os.environ, **environment},
+            preexec_fn=_end_with_parent,  # a stopped one never hears that its pipe was closed
         )
 
     def wait_ready(self) -> None:
@@ -99,7 +107,8 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._output):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # what was written to one that ended is still buffered
+                    pipe.close()
 
     def _line(self) -> str:
         assert self._process.stdout is not None
