@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray.exceptions import RayError
 from rich.progress import Progress
 
 from benchmarks.bench.contenders import (
@@ -189,8 +190,8 @@ def take_turns(
         for name in rng.sample(sorted(runs), len(runs)):
             try:
                 samples[name].append(cut(runs[name]([ask])[0], work.ends))
-            except WorkerError as error:
-                notes.add(f"left out: {error}")
+            except (WorkerError, RayError) as error:
+                notes.add(f"left out: {name}, {str(error)[-300:]}")
                 del runs[name], samples[name]
         progress.advance(task)
     return {name: streams[work.warm :] for name, streams in samples.items()}
