@@ -54,7 +54,7 @@ class Totals:
     steps: int = 0
     accepted: int = 0
     tried: int = 0
-    rates: list[float] = field(default_factory=list)  # tokens/s of each prompt
+    rates: list[float] = field(default_factory=list)  # tokens/s of each prompt that was decoded
 
     def add(self, tokens: int, seconds: float, steps: int, accepted: int, tried: int) -> None:
         self.tokens += tokens
@@ -62,7 +62,8 @@ class Totals:
         self.steps += steps
         self.accepted += accepted
         self.tried += tried
-        self.rates.append(tokens / seconds)
+        if tokens:  # none where the end of the prompt brought the end of the text
+            self.rates.append(tokens / seconds)
 
     @property
     def tps(self) -> float:
