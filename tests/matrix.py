@@ -20,10 +20,11 @@ import torch
 from rich.console import Console
 
 from cluster.draft import DraftReplica
-from cluster.drafters import LocalConfig, make_local
+from cluster.drafters import make_local
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.link import memory_link
+from cluster.own_guesses import LocalDrafter
 from cluster.target import TargetReplica
 from engine.budget import Window
 from engine.decode import Generation, Speculation
@@ -183,19 +184,22 @@ def local_matrix(
     runner: ModelRunner, draft: ModelRunner, prompts: Sequence[Tokens], tokens: int
 ) -> Iterator[Comparison]:
     """Target replicas that guess by themselves, alone and with a draft replica, against plain decoding in one process."""
+    tokenizer = load_tokenizer(TARGET)
     for temperature in TEMPERATURES:
         plain = Plain(runner, make_requests(prompts, temperature, tokens))
         for name, config in LOCALS.items():
+            make = partial(make_local, config, runner, tokenizer)
             for batch, drafts in ((1, 0), (8, 0), (8, 1)):
-                case = partial(with_local_drafter, plain, draft if drafts else None, config, batch)
+                case = partial(with_local_drafter, plain, draft if drafts else None, make, batch)
                 yield Comparison(f"T={temperature} local {name} batch={batch} drafts={drafts}", case)
     assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
-def with_local_drafter(plain: Plain, draft: ModelRunner | None, config: LocalConfig, batch: int) -> Result:
+def with_local_drafter(
+    plain: Plain, draft: ModelRunner | None, make: Callable[[], LocalDrafter | None], batch: int
+) -> Result:
     """A target with a drafter of its own, beside a draft or none."""
-    local = make_local(config, plain.runner, load_tokenizer(TARGET))
-    target = TargetReplica(plain.runner, goodput(), max_batch=batch, lookup=8, local=local)
+    target = TargetReplica(plain.runner, goodput(), max_batch=batch, lookup=8, local=make())
     drafting = DraftReplica(ModelDrafter(draft)) if draft is not None else None
     if drafting is not None:
         down, up = memory_link()
@@ -236,9 +240,10 @@ def digest(conditions: Sequence[int]) -> str:
     """Of what is compared, and how."""
     code = [path for folder in ("engine", "cluster", "deployments", "tests") for path in (ROOT / folder).rglob("*.py")]
     files = sorted([*code, *(ROOT / "models").rglob("*.safetensors"), PROMPTS])
-    return hashlib.sha256(b"".join([repr(conditions).encode(), *(path.read_bytes() for path in files)])).hexdigest()[
-        :16
-    ]
+    held = hashlib.sha256(repr(conditions).encode())
+    for path in files:
+        held.update(path.read_bytes())
+    return held.hexdigest()[:16]
 
 
 def main() -> int:
