@@ -14,10 +14,12 @@ import torch.nn.functional as F
 
 from engine.compiled import compiled
 from engine.kv import SCRATCH_SLOT, KVPool, Lease
+from engine.row_attention import Paths
 from engine.types import BoolArray, FloatArray, IntArray
 
 _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
-_KEY_BUCKET = 64  # invariant mode: a row at position p attends over p + 1 keys rounded up to this
+_KEY_BUCKET = 64  # invariant mode with torch's attention: a row at position p attends over p + 1 keys rounded up to this
+_FEW = 16  # rows of a sequence that attend one by one sooner than in a call of torch's attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ class Part:
     heads: Heads
     data: torch.Tensor  # KVPool.data
     write: torch.Tensor  # [rows]: slots of the rows' own KV
-    groups: dict[int | None, list[Group]]  # by window
-    whole: bool  # there is one group, and it has all rows, padding included
+    whole: dict[int | None, Group]  # by window: a group that has all rows, padding included; empty where there is none
+    groups: dict[int | None, list[Group | Paths]]  # by window, where there is no such group
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores the rows' own keys and values, each [kv_heads, rows, head_dim]."""
@@ -105,13 +107,16 @@ class Part:
         scale: of the scores, by default 1 / sqrt(head_dim). cap: scores s become cap * tanh(s / cap). sinks: [heads], scores
         of a key without a value.
         """
-        groups = self.groups[self.heads.windows[layer]]
+        window = self.heads.windows[layer]
         softmax = Softmax(scale, cap, sinks)
         if self.whole:
-            return self._attend(groups[0], layer, query, softmax)
+            return self._attend(self.whole[window], layer, query, softmax)
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
-        for group in groups:
-            out[group.rows] = self._attend(group, layer, query[:, group.rows], softmax)
+        for group in self.groups[window]:
+            if isinstance(group, Paths):
+                group.attend(query, self.data[layer], out, softmax.scale_of(query), cap, sinks)
+            else:
+                out[group.rows] = self._attend(group, layer, query[:, group.rows], softmax)
         return out
 
     def _attend(self, group: Group, layer: int, query: torch.Tensor, softmax: "Softmax") -> torch.Tensor:
@@ -157,14 +162,17 @@ class Softmax(NamedTuple):
         """Whether torch has one operation for it."""
         return self.cap is None and self.sinks is None
 
+    def scale_of(self, query: torch.Tensor) -> float:
+        """What scores are multiplied with; query: [..., head_dim]."""
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """query: [n, kv_heads, rows, head_dim], keys and values: [n, kv_heads, keys, head_dim]; bias: as their scores."""
         if self.fused:
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scale)
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = (query @ keys.transpose(2, 3)).float() * scale
+        scores = (query @ keys.transpose(2, 3)).float() * self.scale_of(query)
         if self.cap is not None:
             scores = self.cap * torch.tanh(scores / self.cap)
         if bias is not None:
@@ -193,6 +201,7 @@ class Layout:
         self._batch = batch
         self._invariant = invariant
         self._windows = set(heads.windows)
+        self._by_rows = pool.data.device.type == "cpu" and pool.data.dtype == torch.float32
         counts = [len(rows.tokens) for rows in batch]
         self.starts = [sum(counts[:i]) for i in range(len(counts))]
         self.rows = sum(counts)
@@ -207,18 +216,23 @@ class Layout:
     def part(self, start: int, stop: int, padding: int) -> Part:
         """What the attention needs for rows start..stop and `padding` rows behind them."""
         slots = self._padded(self._slots, start, stop, padding)
-        whole = len(self._batch) == 1 and not self._invariant
-        if self._invariant:
-            groups = {window: self._separate(start, stop, window) for window in self._windows}
-        else:
-            groups = {
-                window: [
-                    self._shared(rows, at, padding * whole, window)
-                    for rows, at in zip(self._batch, self.starts, strict=True)
-                ]
-                for window in self._windows
-            }
-        return Part(self._heads, self._pool.data, slots, groups, whole)
+        if len(self._batch) == 1 and not self._invariant:
+            whole = {window: self._shared(self._batch[0], 0, padding, window) for window in self._windows}
+            return Part(self._heads, self._pool.data, slots, whole, {})
+        groups = {window: self._groups(start, stop, window) for window in self._windows}
+        return Part(self._heads, self._pool.data, slots, {}, groups)
+
+    def _groups(self, start: int, stop: int, window: int | None) -> list[Group | Paths]:
+        together: list[Group | Paths] = []
+        single: list[tuple[int, IntArray]] = []
+        for rows, first in zip(self._batch, self.starts, strict=True):
+            if self._invariant or (self._by_rows and len(rows.tokens) <= _FEW):
+                single += self._paths(rows, first, start, stop, window)
+            else:
+                together.append(self._shared(rows, first, 0, window))
+        if not single:
+            return together
+        return [*together, Paths.of(single)] if self._by_rows else [*together, *self._separate(single)]
 
     def _shared(self, rows: SequenceRows, start: int, padding: int, window: int | None) -> Group:
         """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""
@@ -242,16 +256,22 @@ class Layout:
             return self._pool.data[:, :, :, first + skipped : first + count]
         return self._tensor(np.concatenate([rows.lease.slots[skipped : rows.prefix], rows.tree_slots]))
 
-    def _separate(self, start: int, stop: int, window: int | None) -> list[Group]:
+    def _paths(
+        self, rows: SequenceRows, first: int, start: int, stop: int, window: int | None
+    ) -> list[tuple[int, IntArray]]:
+        """Those of a sequence's rows that are among start..stop, counted from there, with the slots that each sees."""
+        paths = []
+        for i in range(max(start - first, 0), min(stop - first, len(rows.tokens))):
+            path = np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots[rows.visible[i]]])
+            paths.append((first + i - start, path if window is None else path[-window:]))
+        return paths
+
+    def _separate(self, paths: list[tuple[int, IntArray]]) -> list[Group]:
         """Every row by itself: its keys in position order, padded to a length that its position alone decides."""
-        paths: dict[int, list[tuple[int, IntArray]]] = {}
-        for rows, first in zip(self._batch, self.starts, strict=True):
-            for i in range(max(start - first, 0), min(stop - first, len(rows.tokens))):
-                path = np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots[rows.visible[i]]])
-                path = path if window is None else path[-window:]
-                length = -(-len(path) // _KEY_BUCKET) * _KEY_BUCKET
-                paths.setdefault(length, []).append((first + i - start, path))
-        return [self._separate_group(length, rows) for length, rows in paths.items()]
+        alike: dict[int, list[tuple[int, IntArray]]] = {}
+        for row, path in paths:
+            alike.setdefault(-(-len(path) // _KEY_BUCKET) * _KEY_BUCKET, []).append((row, path))
+        return [self._separate_group(length, rows) for length, rows in alike.items()]
 
     def _separate_group(self, length: int, rows: list[tuple[int, IntArray]]) -> Group:
         index = np.full((len(rows), length), SCRATCH_SLOT, np.int64)

@@ -1,6 +1,7 @@
 """Loops over small arrays, compiled to machine code by numba: what runs between two forward passes has to be short."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,21 +13,25 @@ try:
 except ImportError:  # not there, or not for this numpy
     _COMPILES = False
 
+_SUMS = {"reassoc", "contract", "nsz"}  # of LLVM's liberties with floating point, those that sums of products need
+
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def compiled(function: F) -> F:
+def compiled(function: F, long: bool = False) -> F:
     """Compiles a function of arrays and numbers at its first call, and keeps that on disk where it can.
 
-    Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different.
+    long: it lets other threads run meanwhile, and may add up in another order to be faster. Beside an engine that doesn't
+    bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different.
     """
     if not _COMPILES:
         return function
     made: Any
+    compile_it: Any = partial(njit, nogil=long, fastmath=_SUMS if long else False)
     try:
-        made = njit(cache=True)(function)
+        made = compile_it(cache=True)(function)
     except RuntimeError:  # no folder to keep it in: numba has no class for this
-        made = njit()(function)
+        made = compile_it()(function)
     return made  # type: ignore[no-any-return]
 
 

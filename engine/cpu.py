@@ -254,7 +254,7 @@ class FusedDecoder:
         """tokens, positions: int64 [rows]; returns the final hidden states [rows, hidden_size]."""
         if not part.whole:
             return self._compute(tokens, positions, part)
-        group = part.groups[None][0]
+        group = part.whole[None]
         recorded = self._recorded[group.keys.ndim, group.bias is not None]
         bias = () if group.bias is None else (group.bias,)
         states: torch.Tensor = recorded(self._given, tokens, positions, part.write, group.keys, *bias)
@@ -274,8 +274,8 @@ class FusedDecoder:
 
         def run(given: Any, tokens: Any, positions: Any, write: Any, keys: Any, bias: Any = None) -> torch.Tensor:
             self._use(given[1:])
-            groups: dict[int | None, list[Group]] = {None: [Group([], keys, bias)]}
-            return self._compute(tokens, positions, Part(heads, given[0], write, groups, whole=True))
+            whole: dict[int | None, Group] = {None: Group([], keys, bias)}
+            return self._compute(tokens, positions, Part(heads, given[0], write, whole, {}))
 
         rows = torch.zeros(2, dtype=torch.int64)
         bias = torch.zeros(2 * heads.fold, 2, dtype=pool.data.dtype)

@@ -113,7 +113,7 @@ def test_rows_of_a_sliding_window_read_no_more_than_it(tmp_path: Path) -> None:
     assert runner.max_length == 256
     with leased(runner, 48) as (lease,):
         part = Layout(runner.pool, runner._heads, [chain_rows(lease, 40, [1, 2])], invariant=False).part(0, 2, 0)
-    assert {window: groups[0].keys.shape[3] for window, groups in part.groups.items()} == {WINDOW: WINDOW + 1, None: 42}
+    assert {window: group.keys.shape[3] for window, group in part.whole.items()} == {WINDOW: WINDOW + 1, None: 42}
 
 
 def test_fused_layers_run_inside_a_model_whose_rotations_are_its_own(tmp_path: Path) -> None:
