@@ -222,7 +222,9 @@ class TargetReplica:
         prefills = self._batch.prefills()
         speculating = [running for running in self._running.values() if self._can_speculate(running)]
         trees = [self._state.mirror(running.session) for running in speculating]
-        choices, expected = self._windows.choose([running.window for running in speculating], trees)
+        decoding = sum(not running.sequence.prefilling for running in self._running.values())
+        windows = [running.window for running in speculating]
+        choices, expected = self._windows.choose(windows, trees, decoding - len(speculating))
         chosen = dict(zip((running.session for running in speculating), choices, strict=True))
         self._stats.expected += expected
         for request_id, running in self._running.items():

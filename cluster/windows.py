@@ -22,17 +22,18 @@ class Windows:
         self._made: dict[str, Window] = {}  # by name, once a request has named it
         self._nothing = TokenTree(0, 1)
 
-    def choose(self, names: Sequence[str], trees: Sequence[TokenTree]) -> tuple[list[IntArray], float]:
+    def choose(self, names: Sequence[str], trees: Sequence[TokenTree], alone: int = 0) -> tuple[list[IntArray], float]:
         """The nodes of each tree to verify, by its request's window; and how many of all of them are expected to be right.
 
-        See engine.budget.Window. Windows that expect nothing count for nothing.
+        alone: sequences that take part in the step and have no tree: a node has to be worth its time for all. See
+        engine.budget.Window. Windows that expect nothing count for nothing.
         """
         chosen: dict[int, IntArray] = {}  # by tree
         expected = 0.0
         keys = [self._key(name) for name in names]
         for key in dict.fromkeys(keys):
             mine = [index for index, other in enumerate(keys) if other == key]
-            others = [self._nothing] * (len(trees) - len(mine))
+            others = [self._nothing] * (len(trees) - len(mine) + alone)
             window = self._window(key)
             chosen.update(zip(mine, window.choose([*(trees[i] for i in mine), *others]), strict=False))
             choice = window.explain()

@@ -5,21 +5,19 @@ modules are replaced depends on their shapes and classes alone: equal software g
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from engine.attention import Group, Heads, Part
+from engine.attention import Part
 from engine.choice import Weights
-from engine.kv import KVPool
 from engine.quantized import WORTH_ROUNDING
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
-_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}  # no norms on queries and keys
 
 # In TorchScript, since a recording can't call the operation with an empty list from Python.
@@ -89,18 +87,6 @@ class Int8Linear(torch.nn.Module):
         # Inputs of 7 bits: sums of products of 8 bits overflow on processors without instructions for them.
         out: torch.Tensor = torch.ops.quantized.linear_dynamic(x.float(), self.packed, True)
         return out.to(x.dtype)
-
-
-class _Recordable(torch.nn.Module):
-    """A function to record, with the layers whose weights are no tensors: a recording finds these in a module alone."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], layers: Sequence[Int8Linear]) -> None:
-        super().__init__()
-        self._function = function
-        self.layers = torch.nn.ModuleList(layers)
-
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        return self._function(*inputs)
 
 
 def has_fast_bf16(device: str) -> bool:
@@ -209,19 +195,26 @@ class FusedLayer(torch.nn.Module):
 
     def compute(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
         """x: [rows, hidden_size]; rotation: cosines and sines [rows, 1, head_dim]; part: where KV goes and what is seen."""
-        x = x + self._attend(self._before_attention(x), rotation, part)
+        return self.finish(x, self.attend(self.ask(x, rotation, part), part))
+
+    def ask(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
+        """What comes before the attention: writes the rows' KV, returns their queries [heads, rows, head_dim]."""
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = self._qkv(self._before_attention(x)).view(-1, heads + 2 * kv_heads, self._dim)
+        turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self._dim // 2)
+        part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
+        return turned[:, :heads].transpose(0, 1)
+
+    def attend(self, query: torch.Tensor, part: Part) -> torch.Tensor:
+        """query: as `ask` returns it; returns [rows, heads, head_dim]."""
+        return part.attend(self._index, query, self._scale)
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What comes behind the attention; x: as `ask` took it."""
+        x = x + self._out(attended.reshape(-1, self._heads * self._dim))
         gate, up = self._gate_up(self._before_mlp(x)).chunk(2, -1)
         out: torch.Tensor = self._down(F.silu(gate).mul_(up)).add_(x)
         return out
-
-    def _attend(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
-        heads, kv_heads = self._heads, self._kv_heads
-        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._dim)
-        turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self._dim // 2)
-        part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
-        out = part.attend(self._index, turned[:, :heads].transpose(0, 1), self._scale)
-        result: torch.Tensor = self._out(out.reshape(-1, heads * self._dim))
-        return result
 
 
 def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, half: int) -> torch.Tensor:
@@ -230,83 +223,6 @@ def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, half: i
     out[..., :half].addcmul_(x[..., half:], sines[..., :half], value=-1)
     out[..., half:].addcmul_(x[..., :half], sines[..., half:])
     return out
-
-
-class FusedDecoder:
-    """A decoder of the Llama family without transformers' code around its layers.
-
-    Passes of one sequence are recorded once, by TorchScript, and replayed without the interpreter and its lock: a small
-    model's step is mostly Python, and a server's other threads want the lock meanwhile. The bits are the same.
-    """
-
-    def __init__(self, base: Any, pool: KVPool, heads: Heads, length: int) -> None:
-        """base: a model whose layers are all FusedLayer; length: the most positions there can be."""
-        self._embed, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
-        cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length)[None])
-        self._cosines, self._sines = cosines[0], sines[0]
-        self._packed = [module for module in base.layers.modules() if isinstance(module, PackedLinear | HalfLinear)]
-        self._given = [pool.data, *(module.packed for module in self._packed)]  # what a recording can't hold
-        self._int8 = [module for module in base.layers.modules() if isinstance(module, Int8Linear)]
-        self._recorded: dict[tuple[int, bool], Any] = {}  # by the kind of keys, and whether there is a mask
-        self._record(pool, heads)
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
-        """tokens, positions: int64 [rows]; returns the final hidden states [rows, hidden_size]."""
-        if not part.whole:
-            return self._compute(tokens, positions, part)
-        group = part.whole[None]
-        recorded = self._recorded[group.keys.ndim, group.bias is not None]
-        bias = () if group.bias is None else (group.bias,)
-        states: torch.Tensor = recorded(self._given, tokens, positions, part.write, group.keys, *bias)
-        return states
-
-    def _compute(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
-        rotation = self._cosines.index_select(0, positions)[:, None], self._sines.index_select(0, positions)[:, None]
-        x = F.embedding(tokens, self._embed.weight)
-        for layer in self._layers:
-            x = layer.compute(x, rotation, part)
-        out: torch.Tensor = self._norm(x)
-        return out
-
-    @torch.inference_mode()
-    def _record(self, pool: KVPool, heads: Heads) -> None:
-        """Records a pass of two rows over two keys for each kind there is; it writes to the scratch page only."""
-
-        def run(given: Any, tokens: Any, positions: Any, write: Any, keys: Any, bias: Any = None) -> torch.Tensor:
-            self._use(given[1:])
-            whole: dict[int | None, Group] = {None: Group([], keys, bias)}
-            return self._compute(tokens, positions, Part(heads, given[0], write, whole, {}))
-
-        rows = torch.zeros(2, dtype=torch.int64)
-        bias = torch.zeros(2 * heads.fold, 2, dtype=pool.data.dtype)
-        for keys in (rows, pool.data[:, :, :, :2]):
-            for masked in ((), (bias,)):
-                inputs = (self._given, rows, rows, rows, keys, *masked)
-                with warnings.catch_warnings():  # torch.compile, recommended in its place, needs a C++ compiler
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    recorded = torch.jit.trace(_Recordable(run, self._int8), inputs, check_trace=False)
-                for _ in range(3):  # the first calls still optimise
-                    recorded(*inputs)
-                self._recorded[keys.ndim, bool(masked)] = recorded
-        self._use(self._given[1:])
-
-    def _use(self, weights: Sequence[torch.Tensor]) -> None:
-        for module, weight in zip(self._packed, weights, strict=True):
-            module.packed = weight
-
-
-def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None:
-    """The model's decoder in fewer calls; None where its parts are not all of the kinds known here."""
-    base, config = model.base_model, model.config
-    layers = getattr(base, "layers", None)
-    known = (
-        isinstance(layers, torch.nn.ModuleList)
-        and all(isinstance(layer, FusedLayer) for layer in layers)
-        and type(getattr(base, "embed_tokens", None)) is torch.nn.Embedding
-        and getattr(base.rotary_emb, "rope_type", None) in _FIXED_ROTATIONS
-    )
-    length = min(int(config.max_position_embeddings), pool.pages * pool.page_size)  # no position is beyond the pool
-    return FusedDecoder(base, pool, heads, length) if known else None
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights = "auto") -> torch.nn.Module:

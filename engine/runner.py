@@ -20,30 +20,21 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
 from engine.choice import Weights, check_weights
-from engine.cpu import fused_decoder, has_fast_bf16, speed_up
+from engine.cpu import has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
 from engine.probe import PROBE, Unsupported, probe, refusing, register_probe
 from engine.quantized import quantize, why_not
+from engine.recorded import fused_decoder
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
 UNCOMPILED = "paceline-uncompiled"  # the same in a compiled model
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
 _WORTH_BF16 = 1024  # features; on CPUs a smaller model's bfloat16 passes are mostly overhead per operation
-_BUCKETS = (
-    2,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-)  # row counts the model is called with, two are as fast as one; above, multiples of 64
+_BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))  # row counts the model is called with, two are as
+# fast as one; above, multiples of 64
 
 
 def pick_dtype(name: Dtype, device: str, hidden_size: int) -> torch.dtype:

@@ -73,7 +73,7 @@ def test_a_window_that_learns_is_shared_by_those_that_named_it() -> None:
     assert (len(before), len(after), len(own)) == (5, 7, 2)
 
 
-def test_the_goodput_window_counts_the_rows_of_other_windows_requests() -> None:
+def test_the_goodput_window_counts_the_rows_of_other_requests() -> None:
     """Rows cost the same up to four of them, then a lot: what fits beside three others is one node."""
     cost = CostModel()
     for rows, milliseconds in ((1, 10.0), (4, 10.0), (5, 100.0)):
@@ -83,7 +83,9 @@ def test_the_goodput_window_counts_the_rows_of_other_windows_requests() -> None:
     trees = [chain_of(9) for _ in range(3)]
     alone, _ = windows.choose([""], trees[:1])
     beside, expected = windows.choose(["goodput", "chain:1", "chain:1"], trees)
+    without, _ = windows.choose([""], trees[:1], alone=2)
     assert [len(nodes) for nodes in alone] == [3]
+    assert [len(nodes) for nodes in without] == [1]
     assert [len(nodes) for nodes in beside] == [1, 1, 1]
     assert np.isclose(expected, 0.9, atol=0.05)
 

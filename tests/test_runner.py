@@ -179,11 +179,11 @@ def test_recorded_passes_have_the_bits_of_the_model_they_were_recorded_from(
     runner: ModelRunner = request.getfixturevalue(name)
     decoder = runner._decoder
     assert decoder is not None
-    recorded = decoder._recorded
+    recorded = decoder._whole
     calls: list[tuple[int, bool]] = []
 
     def counted(kind: tuple[int, bool]) -> Callable[..., torch.Tensor]:
-        def call(*inputs: object) -> torch.Tensor:
+        def call(*inputs: torch.Tensor) -> torch.Tensor:
             calls.append(kind)
             states: torch.Tensor = recorded[kind](*inputs)
             return states
@@ -191,18 +191,19 @@ def test_recorded_passes_have_the_bits_of_the_model_they_were_recorded_from(
         return call
 
     tree = grown(9, seed=3)
-    with leased(runner, 64, 64) as (lease, other):
+    with leased(runner, 64, 64, 64) as (lease, other, third):
         prefill(runner, lease, prompts[0][:40])
         batches = [  # keys in place or gathered, under a mask or all visible
             [tree_rows(lease, 40, tree, lease.slots[40 : 40 + tree.size])],
             [tree_rows(lease, 40, tree, other.slots[: tree.size])],
             [chain_rows(lease, 40, [5])],
             [tree_rows(lease, 40, grown(0, seed=0), other.slots[:1])],
+            [chain_rows(lease, 40, [5]), tree_rows(third, 0, tree, third.slots[: tree.size])],
         ]
-        monkeypatch.setattr(decoder, "_recorded", {kind: counted(kind) for kind in recorded})
+        monkeypatch.setattr(decoder, "_whole", {kind: counted(kind) for kind in recorded})
         replayed = [runner.forward(batch) for batch in batches]
         assert calls == [(5, True), (1, True), (5, False), (1, False)]
-        monkeypatch.setattr(type(decoder), "__call__", type(decoder)._compute)
+        monkeypatch.setattr(type(decoder), "__call__", type(decoder).compute)
         for batch, logits in zip(batches, replayed, strict=True):
             assert torch.equal(runner.forward(batch), logits)
 

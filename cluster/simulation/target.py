@@ -193,9 +193,9 @@ class SimulatedTarget:
         decoding = {name: running for name, running in self._running.items() if not running.sequence.prefilling}
         drafting_ms = self._draft(len(decoding)) if decoding else 0.0
         trees = {name: self._tree(running.session) for name, running in decoding.items()}
-        trees = {name: tree for name, tree in trees.items() if tree.size > 1}
         chosen = self._window.choose(list(trees.values()))
-        step.windows = {name: (tree, nodes) for (name, tree), nodes in zip(trees.items(), chosen, strict=True)}
+        windows = {name: (tree, nodes) for (name, tree), nodes in zip(trees.items(), chosen, strict=True)}
+        step.windows = {name: window for name, window in windows.items() if window[0].size > 1}
         rows = len(decoding) + sum(step.prefills.values()) + sum(len(nodes) for nodes in chosen)
         step.forward_ms = self._costs.target_ms(rows)
         self._clock.after(drafting_ms + step.forward_ms + self._costs.overhead_ms, lambda: self._end(step))
