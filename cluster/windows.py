@@ -25,7 +25,7 @@ class Windows:
     def choose(self, names: Sequence[str], trees: Sequence[TokenTree], alone: int = 0) -> tuple[list[IntArray], float]:
         """The nodes of each tree to verify, by its request's window; and how many of all of them are expected to be right.
 
-        alone: sequences that take part in the step and have no tree: a node has to be worth its time for all. See
+        alone: sequences that take part in the step and have no tree: windows that weigh costs count their rows. See
         engine.budget.Window. Windows that expect nothing count for nothing.
         """
         chosen: dict[int, IntArray] = {}  # by tree

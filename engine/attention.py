@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.compiled import compiled
+from engine.compiled import COMPILES, compiled
 from engine.kv import SCRATCH_SLOT, KVPool, Lease
 from engine.row_attention import Paths
 from engine.types import BoolArray, FloatArray, IntArray
@@ -21,7 +21,7 @@ _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
 _KEY_BUCKET = (
     64  # invariant mode with torch's attention: a row at position p attends over p + 1 keys rounded up to this
 )
-_FEW = 16  # rows of a sequence that attend one by one sooner than in a call of torch's attention
+_FEW = 600  # rows times keys of a sequence that attend one by one sooner than in a call of torch's attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class Layout:
         self._batch = batch
         self._invariant = invariant
         self._windows = set(heads.windows)
-        self._by_rows = pool.data.device.type == "cpu" and pool.data.dtype == torch.float32
+        self._by_rows = COMPILES and pool.data.device.type == "cpu" and pool.data.dtype == torch.float32
         counts = [len(rows.tokens) for rows in batch]
         self.starts = [sum(counts[:i]) for i in range(len(counts))]
         self.rows = sum(counts)
@@ -228,7 +228,7 @@ class Layout:
         together: list[Group | Paths] = []
         single: list[tuple[int, IntArray]] = []
         for rows, first in zip(self._batch, self.starts, strict=True):
-            if self._invariant or (self._by_rows and len(rows.tokens) <= _FEW):
+            if self._invariant or (self._by_rows and _are_few(rows)):
                 single += self._paths(rows, first, start, stop, window)
             else:
                 together.append(self._shared(rows, first, 0, window))
@@ -264,7 +264,9 @@ class Layout:
         """Those of a sequence's rows that are among start..stop, counted from there, with the slots that each sees."""
         paths = []
         for i in range(max(start - first, 0), min(stop - first, len(rows.tokens))):
-            path = np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots[rows.visible[i]]])
+            below = rows.tree_slots[rows.visible[i]]
+            skipped = 0 if window is None else max(rows.prefix + len(below) - window, 0)
+            path = np.concatenate([rows.lease.slots[min(skipped, rows.prefix) : rows.prefix], below])
             paths.append((first + i - start, path if window is None else path[-window:]))
         return paths
 
@@ -293,6 +295,12 @@ class Layout:
 
     def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> torch.Tensor:
         return torch.from_numpy(array).to(self._pool.data.device)
+
+
+def _are_few(rows: SequenceRows) -> bool:
+    """Whether a sequence's rows attend sooner one by one. A single one always does: torch reads its keys no faster."""
+    n = len(rows.tokens)
+    return n == 1 or n * (rows.prefix + len(rows.tree_slots)) <= _FEW
 
 
 @compiled

@@ -9,9 +9,9 @@ import numpy as np
 try:
     from numba import config, njit
 
-    _COMPILES = not getattr(config, "DISABLE_JIT", False)
+    COMPILES = not getattr(config, "DISABLE_JIT", False)
 except ImportError:  # not there, or not for this numpy
-    _COMPILES = False
+    COMPILES = False
 
 _SUMS = {"reassoc", "contract", "nsz"}  # of LLVM's liberties with floating point, those that sums of products need
 
@@ -21,10 +21,11 @@ F = TypeVar("F", bound=Callable[..., object])
 def compiled(function: F, long: bool = False) -> F:
     """Compiles a function of arrays and numbers at its first call, and keeps that on disk where it can.
 
-    long: it lets other threads run meanwhile, and may add up in another order to be faster. Beside an engine that doesn't
-    bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different.
+    long: it lets other threads run meanwhile, and may add up in another order to be faster; what was kept on disk doesn't
+    know of changes to that. Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is:
+    slower, not different, but for such sums.
     """
-    if not _COMPILES:
+    if not COMPILES:
         return function
     made: Any
     compile_it: Any = partial(njit, nogil=long, fastmath=_SUMS if long else False)
@@ -40,4 +41,4 @@ def with_fields(records: Any) -> Any:
 
     numba finds those by itself, and takes a plain array in a fifth of the time.
     """
-    return records if _COMPILES else records.view(np.recarray)
+    return records if COMPILES else records.view(np.recarray)

@@ -87,7 +87,7 @@ class FusedDecoder:
             states = recorded(part.data, tokens, positions, part.write, group.keys, *bias)
             return states
         x, rotation = self._embedded(tokens, positions)
-        x, query = self._pieces[0](part.data, part.write, *rotation, x)
+        query = self._pieces[0](part.data, part.write, *rotation, x)
         for layer, piece in zip(self._layers[:-1], self._pieces[1:-1], strict=True):
             x, query = piece(part.data, part.write, *rotation, x, layer.attend(query, part))
         states = self._pieces[-1](x, self._layers[-1].attend(query, part))
@@ -131,9 +131,9 @@ class FusedDecoder:
             self._pieces.append(Recording(piece, [before, layer], (data, rows, *rotation, x, attended)))
         self._pieces.append(Recording(self._last, [self._layers[-1]], (x, attended)))
 
-    def _first(self, data: Any, write: Any, cosines: Any, sines: Any, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        part = Part(self._heads, data, write, {}, {})
-        return x, self._layers[0].ask(x, (cosines, sines), part)
+    def _first(self, data: Any, write: Any, cosines: Any, sines: Any, x: Any) -> torch.Tensor:
+        query: torch.Tensor = self._layers[0].ask(x, (cosines, sines), Part(self._heads, data, write, {}, {}))
+        return query
 
     def _between(self, before: FusedLayer, layer: FusedLayer) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         def piece(data: Any, write: Any, cosines: Any, sines: Any, x: Any, attended: Any) -> Any:

@@ -47,7 +47,7 @@ class Paths:
         keys, values = store.numpy()
         heads = np.full(len(query), -np.inf, np.float32) if sinks is None else sinks.float().numpy()
         queries = query.transpose(0, 1).contiguous().numpy()
-        _attend(queries, keys, values, self.rows, self.slots, self.starts, scale, cap or 0.0, heads, out.numpy())
+        _attend(queries, keys, values, self.rows, self.slots, self.starts, scale, float(cap or 0.0), heads, out.numpy())
 
 
 @partial(compiled, long=True)
@@ -63,7 +63,10 @@ def _attend(
     sinks: FloatArray,
     out: FloatArray,
 ) -> None:
-    """query, out: [rows of the pass, heads, head_dim]; keys, values: [kv_heads, slots, head_dim]; cap: 0 for none."""
+    """query, out: [rows of the pass, heads, head_dim]; keys, values: [kv_heads, slots, head_dim]; cap: 0 for none.
+
+    Slots are indices as np.uint32: of a signed one numba would ask whether it counts from the end.
+    """
     kv_heads, dim = len(keys), query.shape[2]
     fold = query.shape[1] // kv_heads  # query heads that share a KV head: they read each key once
     weights = np.empty((fold, np.diff(starts).max()), np.float32)

@@ -33,8 +33,8 @@ ATTENTION = "paceline"
 UNCOMPILED = "paceline-uncompiled"  # the same in a compiled model
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
 _WORTH_BF16 = 1024  # features; on CPUs a smaller model's bfloat16 passes are mostly overhead per operation
-_BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))  # row counts the model is called with, two are as
-# fast as one; above, multiples of 64
+# Row counts the model is called with, two are as fast as one; above 240, multiples of 64.
+_BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))
 
 
 def pick_dtype(name: Dtype, device: str, hidden_size: int) -> torch.dtype:
@@ -49,8 +49,8 @@ class ModelRunner:
     """A causal language model on one device, with a KV pool for many sequences.
 
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
-    `invariant_rows` rows, and each row attends to its keys gathered in position order at a length that depends on its
-    position. compile: by torch.compile, all but the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
+    `invariant_rows` rows, and each row attends by itself to its keys in position order. compile: by torch.compile, all but
+    the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
     weights: "int8" and "int4" round those of large layers to so many bits, which changes the output a little: for drafts.
     Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.
     """

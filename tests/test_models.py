@@ -64,10 +64,17 @@ def own(family: Path) -> Callable[[Sequence[int]], torch.Tensor]:
 # what runs
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_logits_of_a_text_and_of_a_tree_behind_it_are_the_models_own(
-    audited: dict[bool, ModelRunner], own: Callable[[Sequence[int]], torch.Tensor], invariant: bool
+    audited: dict[bool, ModelRunner],
+    own: Callable[[Sequence[int]], torch.Tensor],
+    invariant: bool,
+    by_rows: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """by_rows: as on CPUs in float32; else with torch's attention, as everywhere else."""
+    monkeypatch.setattr("engine.attention.COMPILES", by_rows)
     runner, prompt, tree = audited[invariant], text(40), grown(14, seed=1, vocab_size=VOCABULARY)
     assert own(prompt).std() > 0.03, "flat logits would hide anything"
     with leased(runner, 64, 64) as (lease, other):
@@ -93,7 +100,11 @@ def test_greedy_decoding_gives_what_transformers_generates(family: Path, audited
         assert [generation.tokens for generation in decode(runner, requests, speculation)] == expected
 
 
-def test_in_invariant_mode_a_path_has_its_bits_in_a_chain_a_tree_and_a_batch(audited: dict[bool, ModelRunner]) -> None:
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_in_invariant_mode_a_path_has_its_bits_in_a_chain_a_tree_and_a_batch(
+    audited: dict[bool, ModelRunner], by_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.attention.COMPILES", by_rows)
     runner, prompt, tree = audited[True], text(70), grown(12, seed=2, vocab_size=VOCABULARY)
     with leased(runner, 96, 96, 96) as (lease, other, third):
         whole = prefill(runner, lease, prompt)

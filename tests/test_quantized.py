@@ -20,6 +20,7 @@ from engine.runner import ModelRunner
 from engine.windows import FixedTree
 from tests import exact
 from tests.exact import Tokens, differences, make_requests, run
+from tests.rows import leased
 
 needs_fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
 
@@ -59,6 +60,9 @@ def test_a_recorded_pass_uses_the_rounded_layers(fast_target: ModelRunner, promp
     assert sum(isinstance(module, Int8Linear) for module in rounded.model.modules()) > 2
     expected, out = logits(fast_target, prompts[2]), logits(rounded, prompts[2])
     near(out, expected, 0.1)
+    with leased(rounded, 32, 32) as leases:
+        together = rounded.forward([chain_rows(lease, 0, prompts[2][:20], 0) for lease in leases])
+    near(together, torch.cat([expected[:20]] * 2), 0.1)
 
 
 @needs_fbgemm

@@ -233,10 +233,15 @@ def test_a_tree_in_a_batch_is_close_to_its_chains(fast_target: ModelRunner, prom
 
 
 def test_rows_beyond_the_largest_bucket_are_computed(fast_target: ModelRunner, prompts: list[Tokens]) -> None:
-    tokens = prompts[0][:75]
-    with leased(fast_target, 75, 75) as (first, second):
-        whole = prefill(fast_target, first, tokens, chunk=75)
-        assert_close(whole, prefill(fast_target, second, tokens, chunk=5))
+    tokens = [token for prompt in prompts for token in prompt][:260]
+    with leased(fast_target, 260, 260) as (first, second):
+        whole = prefill(fast_target, first, tokens, chunk=260)
+        assert_close(whole, prefill(fast_target, second, tokens, chunk=52))
+
+
+def test_rows_are_rounded_up_to_buckets(fast_target: ModelRunner) -> None:
+    rows = [1, 9, 16, 17, 64, 65, 240, 241]
+    assert [fast_target.called_with(count) for count in rows] == [2, 12, 16, 24, 64, 80, 240, 256]
 
 
 # smaller things

@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import platform
+import signal
+import sys
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -208,6 +210,8 @@ def main(
     budget: Annotated[float, typer.Option(help="seconds in all: later prompts are left out; 0 for no end")] = 0.0,
 ) -> None:
     """Measures, and writes rows, notes and the picture."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # also under nohup: servers that were started are ended
+        signal.signal(ending, lambda *_: sys.exit("ended before it was done; --resume goes on"))
     if quick:
         sizes, count, warm, tokens, chains, accountings = "bundled,30M", 5, 1, 64, "3", "same-target-core"
         streams, rounds, rates, served, budget = "4,16", 1, "", False, budget or QUICK_S
