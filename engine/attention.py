@@ -18,9 +18,7 @@ from engine.row_attention import Paths
 from engine.types import BoolArray, FloatArray, IntArray
 
 _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
-_KEY_BUCKET = (
-    64  # invariant mode with torch's attention: a row at position p attends over p + 1 keys rounded up to this
-)
+_KEY_BUCKET = 64  # invariant mode with torch's attention: each row's keys are rounded up to this
 _FEW = 600  # rows times keys of a sequence that attend one by one sooner than in a call of torch's attention
 
 
