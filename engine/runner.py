@@ -97,6 +97,9 @@ class ModelRunner:
         except Unsupported as error:
             raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
         self.pool = KVPool(self.layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
+        self._last = (
+            min(self.max_length, self.pool.capacity) - 1
+        )  # position: guesses may lie beyond, what is chosen does not
         self._decoder = fused_decoder(self.model, self.pool, self._heads) if replaced else None
         if compile:
             self._compile()
@@ -186,6 +189,7 @@ class ModelRunner:
         """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded to a bucket."""
         padding = self.called_with(stop - start) - (stop - start)
         tokens, positions = layout.inputs(start, stop, padding)
+        positions.clamp_(max=self._last)
         part = layout.part(start, stop, padding)
         if self._decoder is not None:
             return self._decoder(tokens, positions, part)[: stop - start]
