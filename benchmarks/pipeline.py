@@ -220,7 +220,7 @@ def main(
     kind: Dtype = dtype  # type: ignore[assignment]
     cores = sorted(os.sched_getaffinity(0))[:2]
     first, both = Placement(cores=(cores[0],)), Placement(cores=tuple(cores), threads=2)
-    config = TargetConfig(target, kind, invariant=invariant, flush_s=_FLUSH_S, weighs=False)
+    config = TargetConfig(target, kind, invariant=invariant, flush_s=_FLUSH_S, places=("separate",), earlier=0)
     tried = tuple(int(k) for k in chains.split(","))
     if address is not None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -69,7 +69,8 @@ def make_config(target: Path, draft: Path | None, flush_s: float, http_port: int
     if draft is None:
         model["target"]["lookup"] = 0  # both then take the same steps
     if draft is not None:
-        model["draft"] = {"checkpoint": str(draft), "host": "127.0.0.1", "replicas": {"cores": cores[1:2]}}
+        own = {"placement": "separate", "host": "127.0.0.1", "replicas": {"cores": cores[1:2]}}
+        model["draft"] = {"checkpoint": str(draft), **own}
     return parse_config({"models": [model], "http": {"port": http_port}, "grpc": {"port": None}})
 
 
@@ -78,7 +79,9 @@ def start_actors(model: ModelOptions) -> LocalCluster:
     draft = draft_config(model, model.draft) if model.draft is not None else None
     resources = [model.target.replicas, *([model.draft.replicas] if model.draft is not None else [])]
     first, *others = [Placement(each.cores, each.threads) for each in resources]
-    return LocalCluster(target_config(model.name, model.target, draft is not None), draft, placements=([first], others))
+    return LocalCluster(
+        target_config(model.name, model.target, drafted=draft is not None), draft, placements=([first], others)
+    )
 
 
 def from_actor(actor: Any) -> Read:

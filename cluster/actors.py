@@ -1,6 +1,7 @@
 """The plain replicas as Ray actors: loading, announcing, attaching. Ray starts, places and restarts them."""
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import NoReturn
 
 import ray
+import torch
 
+from cluster.best_place import PLACES, Place
 from cluster.draft import DraftReplica, DraftStats
-from cluster.drafters import DraftConfig, LocalConfig, make_drafter, make_local
+from cluster.drafters import DraftConfig, LocalConfig, make_drafter, make_local, make_shared
 from cluster.engines import DraftLinks, Links, Target
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
 from cluster.measures import Sample
+from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
 from cluster.registry import DraftEntry, RegistryName
 from cluster.reports import DraftReport, Reporter, TargetReport
@@ -28,13 +32,16 @@ from cluster.trace import Span
 from cluster.vllm_options import VllmOptions
 from cluster.vllm_target import VllmTarget
 from cluster.warm import warm_up, warm_up_drafter
+from engine.automatic import SHARED
 from engine.budget import CostModel
+from engine.checkpoint import ModelError
 from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
 from engine.window_choice import NamedWindows, WindowName, make_window
 
+logger = logging.getLogger(__name__)
 MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _WITHDRAW_TIMEOUT_S = 2.0
@@ -59,7 +66,9 @@ class TargetConfig:
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's
     local: LocalConfig = field(default_factory=LocalConfig)  # the drafter in its own process
     vllm: VllmOptions | None = None  # it runs the model, with its dtype, max_batch and flush_s; None: our own engine
-    weighs: bool = True  # our own engine: whether drafts make it faster; they are left alone where they do not
+    earlier: int = SHARED  # our own engine: tokens of outputs that have ended in which is looked up too; 0: none
+    draft: DraftConfig | None = None  # our own engine: for "shared" among the places, which needs it
+    places: tuple[Place, ...] = PLACES  # our own engine: where drafts may run; see cluster.best_place
 
 
 class TargetActor:
@@ -210,6 +219,7 @@ def own_target(config: TargetConfig, placement: Placement, index: int) -> tuple[
     warm_up(runner, cost)
     warm_up_drafter(RetrievalDrafter(Documents([[0, 0]])))  # for requests that come with documents
     tokenizer = load_tokenizer(config.model)
+    shared = _shared(config, placement, cost)
     replica = TargetReplica(
         runner,
         make_window(config.window, config.window_size, cost),
@@ -222,9 +232,24 @@ def own_target(config: TargetConfig, placement: Placement, index: int) -> tuple[
         on_step=cost.observe,
         local=make_local(config.local, runner, tokenizer),
         named=NamedWindows(cost, config.window_size, config.window),
-        weighs=config.weighs,
+        shared=shared,
+        earlier=config.earlier,
+        places=config.places,
     )
     return replica, cost
+
+
+def _shared(config: TargetConfig, placement: Placement, cost: CostModel) -> LocalDrafter | None:
+    """The draft in the target's process, if it is to have one there; raises ModelError if it can be nowhere else."""
+    if config.draft is None or "shared" not in config.places:
+        return None
+    try:
+        return make_shared(config.draft, placement, cost.again(), config.window_size)
+    except (ModelError, torch.OutOfMemoryError) as error:
+        if "separate" not in config.places:
+            raise
+        logger.warning("the draft runs in replicas of its own only: %s", error)
+        return None
 
 
 async def _next(queue: asyncio.Queue[TokenChunk], timeout_s: float | None) -> TokenChunk | None:

@@ -11,7 +11,8 @@ from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
 from cluster.remote_drafter import RemoteDrafter
 from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
-from engine.automatic import SHARED
+from engine.automatic import MOST_STEPS, SHARED, growing_in_turns
+from engine.budget import Calibration, CostModel
 from engine.checkpoint import ModelError
 from engine.choice import DrafterName, Weights, check_choice
 from engine.drafters import Drafter
@@ -25,6 +26,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.retrieval import Documents, RetrievalDrafter, load_documents
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
+from engine.effort import EffortWindow
 from engine.local_choice import LocalName, check_local
 from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer
@@ -79,6 +81,17 @@ def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
     drafter = _make(config, placement)
     warm_up_drafter(drafter)
     return drafter
+
+
+def make_shared(config: DraftConfig, placement: Placement, cost: CostModel, most: int) -> LocalDrafter:
+    """The same drafter in the target's own process, taking turns with it; raises ModelError.
+
+    It looks nothing up: the target does. cost: of the target's steps, which goes on learning. most: nodes verified in one.
+    """
+    growing = replace(growing_in_turns(placement.device), lookup=0)
+    drafter = make_drafter(replace(config, growing=growing, shared=0), placement)
+    window = EffortWindow(Calibration(), cost, rows=growing.each or growing.rows, max_nodes=most)
+    return LocalDrafter(drafter, MOST_STEPS, window)
 
 
 def _make(config: DraftConfig, placement: Placement) -> Drafter:

@@ -1,29 +1,31 @@
 """The drafts that a target is linked to: their messages in and out, between two steps. Nothing in it waits."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from cluster.best_place import BestPlace, Kind, Place
 from cluster.link import Link
 from cluster.rest import Rest
 from cluster.target_state import TargetState
 from cluster.trace import Trace
-from cluster.worth import Kind, Worth
 from engine.types import Commit, Down, Growth, Up
 
 
 class LinkedDrafts:
-    """The links of one target replica, for its loop alone."""
+    """The links of one target replica, for its loop alone. They are left alone where another place is better."""
 
-    def __init__(self, state: TargetState, trace: Trace, wake: Callable[[], None], weighs: bool = False) -> None:
-        """wake: called, from any thread, when something has come in. weighs: whether drafts pay; see cluster.worth."""
+    def __init__(
+        self, state: TargetState, trace: Trace, wake: Callable[[], None], places: Sequence[Place] = ("separate",)
+    ) -> None:
+        """wake: called, from any thread, when something has come in. places: where drafts may run; see BestPlace."""
         self._state = state
         self._trace = trace
         self._wake = wake
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
+        self._places = places
         self._rest = Rest()
-        self._worth = Worth()
-        self._weighs = weighs
+        self._best = self._measure_anew()
         self._alone = False  # drafts are left alone
         self._heard = False  # growth, since the last step
         self._heard_last = False  # the same of the last step
@@ -31,13 +33,18 @@ class LinkedDrafts:
     def __len__(self) -> int:
         return len(self._links)
 
+    @property
+    def place(self) -> Place:
+        """Where drafts run now."""
+        return self._best.place
+
     def join(self, link: Link[Down, Up]) -> None:
         """A draft is there."""
         draft = self._next_draft
         self._next_draft += 1
         self._links[draft] = link
         link.set_notify(self._wake)
-        self._rest, self._worth, self._alone = Rest(), Worth(), False  # it may be a better one
+        self._rest, self._best, self._alone = Rest(), self._measure_anew(), False  # it may be a better one
         self._state.draft_joined(draft)
         self.send()
 
@@ -56,25 +63,35 @@ class LinkedDrafts:
             if not alive:
                 del self._links[draft]
                 self._state.draft_left(draft)
-                self._worth = Worth()  # was of all of them
+                self._rest, self._best = Rest(), self._measure_anew()  # what is known was of all of them
                 self._leave_alone_or_ask()
 
     def stepped(self, accepted: int) -> None:
         """A step ended that accepted so many draft tokens. Drafts that are never right are left alone for a while."""
         self._heard_last, self._heard = self._heard, False
-        if self._links and not self._worth.without:
+        if self._links and self.place == "separate":
             if self._rest.stepped(self._heard_last, accepted) and not self._rest.resting:
-                self._worth.settle()
+                self._best.settle()
             self._leave_alone_or_ask()
 
     def took(self, kind: Kind, tokens: int, seconds: float) -> None:
-        """How long the last step took in all. Drafts with which such steps bring fewer tokens a second are left alone."""
-        if self._weighs and self._links and not self._rest.resting:
-            self._worth.stepped(kind, tokens, seconds, self._heard_last)
+        """How long the last step took in all, which says where drafts are best."""
+        if not self._rest.resting:
+            self._best.stepped(kind, tokens, seconds, heard=self._heard_last or self.place == "shared")
             self._leave_alone_or_ask()
 
+    def never_at(self, place: Place) -> None:
+        """Drafts run there no more."""
+        if place in self._places:
+            self._places = [other for other in self._places if other != place]
+            self._best = self._measure_anew()
+            self._leave_alone_or_ask()
+
+    def _measure_anew(self) -> BestPlace:
+        return BestPlace([place for place in self._places if place != "separate" or self._links])
+
     def _leave_alone_or_ask(self) -> None:
-        alone = self._rest.resting or self._worth.without
+        alone = self._rest.resting or self.place != "separate"
         if alone and not self._alone:
             self._state.drafts_left_alone()
         elif self._alone and not alone:

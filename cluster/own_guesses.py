@@ -1,15 +1,20 @@
 """What a target guesses by itself, in its own process, beside what its drafts grow: all of it hangs in the same mirrors."""
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from engine.drafters import Drafter, Learner, ReadsStates, TakesPages
 from engine.drafters.retrieval import Documents, RetrievalDrafter
+from engine.effort import EffortWindow, draft_steps
 from engine.kv import PoolExhausted
-from engine.step import Outcome, Plan
+from engine.step import Outcome, Plan, rows_of
 from engine.tree import TokenTree
 from engine.types import InvalidRequest, SamplingParams
 
+logger = logging.getLogger(__name__)
+_OPENED = 4  # sessions at most in a step: drafters read their texts between two steps of the target
 _HUNG = 64  # nodes of a session that are hung into its mirror at a time
 
 
@@ -19,6 +24,7 @@ class LocalDrafter:
 
     drafter: Drafter
     steps: int = 1
+    effort: EffortWindow | None = None  # says before each of them whether it pays: `steps` is then the most
 
     @property
     def learner(self) -> Learner | None:
@@ -50,8 +56,14 @@ class OwnGuesses:
         self._reader = local.reader if local is not None else None
         self._taker = local.taker if local is not None else None
         self._open: set[int] = set()
+        self._opened = 0  # in this step
         self._without: set[int] = set()  # sessions that found no room
         self._grounded: dict[int, RetrievalDrafter] = {}  # by session: each in the documents of its request
+
+    @property
+    def works(self) -> bool:
+        """Whether there is a drafter, which has not failed."""
+        return self._local is not None
 
     @property
     def reads_states(self) -> bool:
@@ -78,9 +90,14 @@ class OwnGuesses:
             self._follow(self._local.drafter, session, plan, outcome)
         except (PoolExhausted, InvalidRequest):
             self._do_without(session)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the target decodes on
+            self._give_up(error)
 
     def _follow(self, drafter: Drafter, session: int, plan: Plan, outcome: Outcome) -> None:
         if session not in self._open:
+            if self._opened == _OPENED:
+                return
+            self._opened += 1
             request, before = plan.sequence.request, plan.sequence.tokens[: -len(outcome.tokens)]
             drafter.open(session, before, request.params, len(request.prompt))
             self._open.add(session)
@@ -92,14 +109,40 @@ class OwnGuesses:
 
     def hang(self, mirror: Callable[[int], TokenTree]) -> None:
         """Guesses on, and hangs what is new into the mirrors; what hangs there already stays as it is."""
-        if self._local is not None and self._open:
-            drafter = self._local.drafter
-            grown = {session for _ in range(self._local.steps) for session in drafter.grow()}
-            for session in grown:
-                mirror(session).adopt(drafter.tree(session), _HUNG, known=False)
+        self._opened = 0
+        try:
+            self._grow(mirror)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the target decodes on
+            self._give_up(error)
         for session, retrieval in self._grounded.items():
             if retrieval.grow():
                 mirror(session).adopt(retrieval.tree(session), _HUNG, known=False)
+
+    def _grow(self, mirror: Callable[[int], TokenTree]) -> None:
+        if self._local is None or not self._open:
+            return
+        drafter, effort = self._local.drafter, self._local.effort
+        if effort is not None:  # it weighs what it could add to what is there
+            for session in self._open:
+                drafter.tree(session).adopt(mirror(session), _HUNG, known=False)
+        for session in draft_steps(drafter, list(self._open), self._local.steps, effort):
+            mirror(session).adopt(drafter.tree(session), _HUNG, known=False)
+
+    def stepped(self, plans: Sequence[Plan], outcomes: Sequence[Outcome]) -> None:
+        """A step of the target ended: what it brought, for a drafter that weighs its own steps against that."""
+        effort = self._local.effort if self._local is not None else None
+        if effort is None or not self._open:
+            return
+        if all(outcome.decoded for outcome in outcomes):
+            effort.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
+        else:
+            effort.skipped()
+
+    def rest(self) -> None:
+        """Forgets all sessions, until something is committed again."""
+        for session in list(self._open):
+            self.close(session)
+        self._without.clear()
 
     def give_way(self) -> bool:
         """Gives back all pages that it holds in the target's pool, for good; whether there were any."""
@@ -124,6 +167,13 @@ class OwnGuesses:
             retrieval.check()
         if self._local is not None:
             self._local.drafter.check()
+
+    def _give_up(self, error: Exception) -> None:
+        logger.error("the drafter in the target's process failed, and is left alone from now on", exc_info=error)
+        for session in list(self._open):
+            with suppress(Exception):
+                self.close(session)
+        self._local = None
 
     def _do_without(self, session: int) -> None:
         if self._local is not None:

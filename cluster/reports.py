@@ -43,7 +43,8 @@ class TargetReport:
             for position, count in enumerate(self._replica.accepted_at())
             if count or position == 0
         ]
-        return [*(Sample(name, value) for name, value in values.items()), *per_position]
+        places = [Sample("paceline_place_steps", count, (("place", place),)) for place, count in stats.places.items()]
+        return [*(Sample(name, value) for name, value in values.items()), *places, *per_position]
 
     def _share(self, name: str, part: float, whole: float) -> None:
         if whole > 0:

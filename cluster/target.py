@@ -6,12 +6,13 @@ what was committed, hand out the tokens.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerFast
 
 from cluster.batch import Batch
+from cluster.best_place import Place, kind_of
 from cluster.intake import Intake, Running, Sink, Submitted
 from cluster.link import Link
 from cluster.linked import LinkedDrafts
@@ -19,16 +20,15 @@ from cluster.loop import Loop
 from cluster.own_guesses import LocalDrafter, OwnGuesses
 from cluster.placement import Placement
 from cluster.target_state import TargetState
-from cluster.target_stats import Tally, TargetStats, rows_of
+from cluster.target_stats import Tally, TargetStats
 from cluster.trace import Trace
 from cluster.windows import Windows
-from cluster.worth import kind_of
 from engine.budget import Patience, Window
 from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
-from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request
+from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request, rows_of
 from engine.types import Down, FinishReason, GenerationRequest, TokenChunk, Up, require
 from engine.window_choice import OFF, NamedWindows, check_window
 
@@ -56,28 +56,34 @@ class TargetReplica:
         on_step: Callable[[int, float], None] | None = None,
         local: LocalDrafter | None = None,
         named: NamedWindows | None = None,
-        weighs: bool = False,
+        shared: LocalDrafter | None = None,
+        places: Sequence[Place] = ("separate",),
+        earlier: int = 0,
     ) -> None:
         """window: what is verified where a request names nothing else; `named` makes the windows that requests name.
 
         flush_s: tokens are handed out at most this often per request.
         lookup: tokens that are looked up in the text so far after each step, beside what drafts guess.
+        earlier: tokens of outputs that have ended in which is looked up too; 0: none.
 
         prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode.
         on_step(rows, milliseconds): called after each step, for the cost model.
         local: a drafter of the target's own, which nobody else may use; it runs between two steps.
-        weighs: measure by turns whether it is faster with drafts or without, and leave them alone where it is without.
+        shared: the draft in the target's process, for "shared" among the places.
+        places: where drafts may run; of several, the one with which it is fastest, as it measures by turns.
         """
         self._runner = runner
         self._own = OwnGuesses(local)
+        self._shared = OwnGuesses(shared)
         self._stepper = Stepper(runner, states=self._own.reads_states)
-        self._windows = Windows(window, named or NamedWindows())
+        self._windows = Windows(window, named or NamedWindows(), shared.effort if shared is not None else None)
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._placement = placement or Placement()
         self._flush_s = flush_s
         self._on_step = on_step
-        self._state = TargetState(runner.vocab_size, replica, lookup)
+        self._state = TargetState(runner.vocab_size, replica, lookup, earlier=earlier)
         self._speculates = True
+        self._place: Place = "none"  # of drafts, in this step
         self._patience = Patience()
         self._intake = Intake()
         self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens, self._own.give_way)
@@ -87,7 +93,7 @@ class TargetReplica:
         self._stats = self._tally.stats
         self.trace = Trace()
         self._loop = Loop("paceline-target", self._placement, _RENEW_EVERY_S, self._turn, self._end_all)
-        self._drafts = LinkedDrafts(self._state, self.trace, self._loop.wake, weighs)
+        self._drafts = LinkedDrafts(self._state, self.trace, self._loop.wake, places)
         self._loop.start()
 
     # from any thread
@@ -185,15 +191,16 @@ class TargetReplica:
     def _audit(self) -> None:
         self._batch.check(self._own.pages)
         self._state.check()
-        self._own.check({running.session for running in self._running.values()})
+        sessions = {running.session for running in self._running.values()}
+        self._own.check(sessions)
+        self._shared.check(sessions)
         assert self._state.sessions == len(self._running), "a session is left behind"
         for running in self._running.values():
             assert self._state.tokens(running.session) == running.sequence.tokens, "a session has other tokens"
 
     def _step(self, started: float) -> None:
         """One step for everybody; it began at `started`, with what came in before it."""
-        if self._speculates:
-            self._own.hang(self._state.mirror)
+        self._guess()
         waited_s = self._wait_on_miss()
         plans = self._plan()
         forward_started = time.monotonic()
@@ -203,6 +210,7 @@ class TargetReplica:
             self._end(self._running[error.request_id].submitted, "error", str(error))
             return
         forward_s = time.monotonic() - forward_started
+        self._shared.stepped(plans, outcomes)
         self._account(plans, outcomes, forward_s, forward_started)
         self._drafts.receive()  # what grew during the step, before the roots move
         for plan, outcome in zip(plans, outcomes, strict=True):
@@ -214,7 +222,20 @@ class TargetReplica:
         if decoded:
             step_s = time.monotonic() - started
             self._stats.active_s += step_s
+            self._stats.places[self._place] += 1
             self._learn(plans, outcomes, step_s, waited_s)
+
+    def _guess(self) -> None:
+        """What the target's own process guesses goes into the mirrors. Where drafts run in this step is settled here."""
+        if not self._shared.works:
+            self._drafts.never_at("shared")
+        self._place = self._drafts.place if self._speculates else "none"
+        self._windows.takes_turns(self._place == "shared")
+        if self._place != "shared":
+            self._shared.rest()
+        if self._speculates:
+            self._own.hang(self._state.mirror)
+            self._shared.hang(self._state.mirror)
 
     def _plan(self) -> list[Plan]:
         """The window of every decoding sequence that has a draft; the others run without. Some prefixes wait."""
@@ -278,7 +299,7 @@ class TargetReplica:
             self._on_step(rows, 1000 * forward_s)
 
     def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float, waited_s: float) -> None:
-        """What a step brought and how long it took says how long the next miss may wait, and whether drafts pay."""
+        """What a step brought and how long it took says how long the next miss may wait, and where drafts are best."""
         if all(outcome.decoded for outcome in outcomes):
             tokens = sum(len(outcome.tokens) for outcome in outcomes)
             accepted = sum(outcome.accepted for outcome in outcomes)
@@ -301,6 +322,8 @@ class TargetReplica:
         if outcome.tokens:
             if running.window != OFF:
                 self._own.committed(running.session, plan, outcome)
+                if self._place == "shared":
+                    self._shared.committed(running.session, plan, outcome)
             hit = self._state.tokens_committed(running.session, outcome.tokens)
             self._stats.hits += hit and outcome.decoded
         running.buffered += outcome.tokens
@@ -354,6 +377,7 @@ class TargetReplica:
     def _close_session(self, running: Running) -> None:
         self._state.session_closed(running.session)
         self._own.close(running.session)
+        self._shared.close(running.session)
 
     def _hand_out(self, running: Running) -> None:
         running.flushed = time.monotonic()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.drafters.ngram import Earned, Lookup
+from engine.drafters.past import Past
 from engine.prefix import HandleChain
 from engine.tree import ROOT, TokenTree
 from engine.tree_loops import all_known
@@ -39,21 +40,31 @@ class _Session:
     mirror: TokenTree
     lookup: Lookup
     alone: bool  # nobody guesses for it
+    begun: int  # tokens that it was opened with
     draft: int | None = None
 
 
 class TargetState:
     """All sessions of one target replica, and the drafts they are given to."""
 
-    def __init__(self, vocab_size: int, replica: int = 0, lookup: int = 0, mirror_nodes: int = MIRROR_NODES) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        replica: int = 0,
+        lookup: int = 0,
+        mirror_nodes: int = MIRROR_NODES,
+        earlier: int = 0,
+    ) -> None:
         """replica: distinguishes this replica's session ids from those of others on the same draft.
 
         lookup: how many tokens the mirrors get at once where the text repeats itself, before the draft has said anything.
         mirror_nodes: of each mirror; what doesn't fit is dropped.
+        earlier: tokens of outputs that have ended in which is looked up too; 0: none.
         """
         self._mirror_nodes = mirror_nodes
         self._lookup = lookup
         self._earned = Earned()
+        self._earlier = Past(earlier) if earlier else None
         self._vocab_size = vocab_size
         self._replica = replica
         self._next_session = replica << SESSION_BITS
@@ -106,9 +117,10 @@ class TargetState:
         self._next_session += 1
         prompt = len(tokens) if prompt is None else prompt
         mirror = TokenTree(tokens[-1], self._mirror_nodes)
-        lookup = Lookup(tokens, params.temperature == 0, self._earned, 0 if alone else self._lookup)
+        count = 0 if alone else self._lookup
+        lookup = Lookup(tokens, params.temperature == 0, self._earned, count, self._earlier)
         lookup.hang(mirror)
-        held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup, alone)
+        held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup, alone, len(tokens))
         self._sessions[session] = held
         if not alone:
             self._attach(session, held)
@@ -136,6 +148,9 @@ class TargetState:
         held = self._sessions.pop(session)
         if held.draft is not None:
             self._drafts[held.draft].append(Close((session,)))
+        if self._earlier is not None and len(held.tokens) > held.begun:
+            self._earlier.begin()
+            self._earlier.extend(held.tokens[held.begun :])
 
     def received(self, draft: int, message: Up) -> None:
         """A draft said something; what makes no sense is counted and dropped."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from engine.step import MAX_WINDOW, Outcome, Plan
+from cluster.best_place import PLACES
+from engine.step import MAX_WINDOW, Outcome, Plan, rows_of
 
 
 @dataclass
@@ -32,6 +33,7 @@ class TargetStats:
     wait_s: float = 0.0  # waiting for growth after a miss
     active_s: float = 0.0  # with at least one decoding sequence
     prefill_s: float = 0.0  # in steps that only prefilled
+    places: dict[str, int] = field(default_factory=dict)  # of `steps`, by where drafts ran: see cluster.best_place
     link: dict[str, int] = field(default_factory=dict)  # cluster.target_state.Counters
 
 
@@ -39,7 +41,7 @@ class Tally:
     """The statistics of a replica, and its sequence steps by how many draft tokens they accepted."""
 
     def __init__(self) -> None:
-        self.stats = TargetStats()
+        self.stats = TargetStats(places=dict.fromkeys(PLACES, 0))
         self._accepted = [0] * (MAX_WINDOW + 1)
 
     def step(self, plans: Sequence[Plan], outcomes: Sequence[Outcome], forward_s: float) -> None:
@@ -63,8 +65,3 @@ class Tally:
     def accepted_at(self) -> list[int]:
         """At index i, in how many sequence steps the draft token i of the path was accepted, and those before it."""
         return list(accumulate(reversed(self._accepted[1:])))[::-1]
-
-
-def rows_of(plans: Sequence[Plan]) -> int:
-    """Of a step that only decodes: one for each sequence, and one for each node."""
-    return sum(1 + (len(plan.nodes) if plan.nodes is not None else 0) for plan in plans)

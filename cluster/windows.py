@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.budget import Window
+from engine.budget import GoodputWindow, Window
 from engine.tree import TokenTree
 from engine.types import IntArray
 from engine.window_choice import NamedWindows
@@ -15,12 +15,18 @@ class Windows:
     where all have the same one. Who names a window shares it, and what it learned, with all who do.
     """
 
-    def __init__(self, own: Window, named: NamedWindows) -> None:
-        """own: of requests that name none."""
+    def __init__(self, own: Window, named: NamedWindows, in_turns: Window | None = None) -> None:
+        """own: of requests that name none. in_turns: in place of a goodput window where a draft takes turns."""
         self.own = own
+        self._in_turns = in_turns
+        self._taking_turns = False
         self._named = named
         self._made: dict[str, Window] = {}  # by name, once a request has named it
         self._nothing = TokenTree(0, 1)
+
+    def takes_turns(self, on: bool) -> None:
+        """Whether a draft shares the target's process from now on."""
+        self._taking_turns = on
 
     def choose(self, names: Sequence[str], trees: Sequence[TokenTree], alone: int = 0) -> tuple[list[IntArray], float]:
         """The nodes of each tree to verify, by its request's window; and how many of all of them are expected to be right.
@@ -49,6 +55,8 @@ class Windows:
 
     def _window(self, key: str) -> Window:
         if not key:
+            if self._taking_turns and self._in_turns is not None and isinstance(self.own, GoodputWindow):
+                return self._in_turns
             return self.own
         if key not in self._made:
             self._made[key] = self._named.make(key)

@@ -9,6 +9,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from cluster.actors import TargetConfig
+from cluster.best_place import PLACES, Place
 from cluster.drafters import DraftConfig, LocalConfig
 from cluster.local import MACHINE_LOSS
 from cluster.placement import Placement
@@ -30,7 +31,7 @@ def build(args: ServeConfig) -> Application:
     """An application of these models; raises ConfigError, before anything loads."""
     check_config(args)
     targets = {model.name: _target(model, args) for model in args.models}
-    drafts = {model.name: _draft(model, model.draft, args) for model in args.models if model.draft is not None}
+    drafts = {model.name: _draft(model, model.separate, args) for model in args.models if model.separate is not None}
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=args.http.replicas,
@@ -63,7 +64,10 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
         **_lifecycle(args.limits.drain_s),
         ray_actor_options=_actor(options.replicas),
     )(TargetDeployment)
-    config = target_config(model.name, options, shared_tokens(model, args), drafted=model.draft is not None)
+    shared = shared_tokens(model, args)
+    draft = draft_config(model, model.shared, shared) if model.shared is not None else None
+    places = PLACES if model.separate is not None else ("shared", "none")
+    config = target_config(model.name, options, shared, model.draft is not None, draft, places)
     return deployment.bind(config, _placement(options.replicas), registry_name(model))
 
 
@@ -91,8 +95,18 @@ def _draft(model: ModelOptions, options: DraftOptions, args: ServeConfig) -> App
     return deployment.bind(config, _placement(options.replicas), registry_name(model))
 
 
-def target_config(name: str, options: TargetOptions, shared: int = SHARED, drafted: bool = True) -> TargetConfig:
-    """The options that a target replica itself has. drafted: by our drafts."""
+def target_config(
+    name: str,
+    options: TargetOptions,
+    shared: int = SHARED,
+    drafted: bool = True,
+    draft: DraftConfig | None = None,
+    places: tuple[Place, ...] = PLACES,
+) -> TargetConfig:
+    """The options that a target replica itself has.
+
+    drafted: by our drafts. draft: the one that shares its process. places: where drafts may run.
+    """
     return TargetConfig(
         options.checkpoint,
         options.dtype,
@@ -107,6 +121,9 @@ def target_config(name: str, options: TargetOptions, shared: int = SHARED, draft
         name,
         LocalConfig(options.drafter, options.heads, options.documents, shared),
         options.vllm(drafted),
+        shared,
+        draft,
+        places,
     )
 
 

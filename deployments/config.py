@@ -32,6 +32,7 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"  # it is part of the names of deplo
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Port = Annotated[int, Field(ge=1, le=65535)]
+Placement = Literal["auto", "separate", "shared"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 # Absolute: replicas run in folders of their own.
@@ -134,7 +135,9 @@ class TargetOptions(_Settings):
     max_batch: int = Field(64, ge=1, le=1024, description="requests that run together on a replica")
     window: Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"] = "goodput"
     window_size: int = Field(31, ge=1, le=512, description="draft tokens verified per step: at most, or exactly")
-    lookup: int = Field(8, ge=0, le=64, description="tokens looked up in the text after each step; 0: none")
+    lookup: int = Field(
+        8, ge=0, le=64, description="tokens looked up after each step, in the text and, if shared, in others; 0: none"
+    )
     drafter: LocalName | None = Field(
         None,
         description="what guesses in the target's own process, beside its draft and lookup: heads; early-exit, its first "
@@ -177,6 +180,9 @@ _OWN_ENGINE = ("invariant", "kv_tokens", "window", "window_size", "lookup", "com
 _VLLM = ("tensor_parallel_size", "draft_tokens", "engine_args")
 
 
+_OF_DRAFT_REPLICAS = ("host", "ports", "replicas", "scaling")
+
+
 class DraftOptions(_Settings):
     """The draft of a model."""
 
@@ -188,6 +194,11 @@ class DraftOptions(_Settings):
         "merged: model, suffix and documents in one tree; cascade: lookup, or another draft, makes the model faster",
     )
     documents: File | None = Field(None, description="text file, or folder of them, for retrieval and merged")
+    placement: Placement = Field(
+        "auto",
+        description="separate: in replicas of its own; shared: in the target's process, where both take turns; "
+        "auto: in both, and the target goes by whichever is faster, as it measures",
+    )
     inner: Address | None = Field(
         None, description="HOST:PORT of a draft service that drafts for a cascade's model; none: lookup does"
     )
@@ -205,7 +216,14 @@ class DraftOptions(_Settings):
         if self.ports[0] > self.ports[1]:
             raise ValueError(f"ports: the first is {self.ports[0]}, the last {self.ports[1]}")
         check_choice(self.drafter, self.checkpoint, self.documents, self.inner)
-        check_weights(self.weights, self.checkpoint, self.replicas.gpus > 0, self.dtype, self.compile)
+        if self.placement == "shared" and self.inner is not None:
+            raise ValueError("placement shared: no inner draft service")
+        if self.placement == "shared":
+            for name in _OF_DRAFT_REPLICAS:
+                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(f"{name} is no setting of a draft that shares its target's process")
+        else:
+            check_weights(self.weights, self.checkpoint, self.replicas.gpus > 0, self.dtype, self.compile)
         return self
 
 
@@ -231,21 +249,42 @@ class ModelOptions(_Settings):
         """Its name in Serve."""
         return f"{self.name}-draft"
 
+    @property
+    def separate(self) -> DraftOptions | None:
+        """The draft, if it has replicas of its own."""
+        return self.draft if self.draft is not None and self.draft.placement != "shared" else None
+
+    @property
+    def shared(self) -> DraftOptions | None:
+        """The draft, if it runs in the target's process, too or alone."""
+        draft = self.draft
+        able = self.target.engine == "paceline" and draft is not None and draft.inner is None
+        return draft if able and draft is not None and draft.placement != "separate" else None
+
     def draft_replicas(self, targets: int) -> int:
-        """How many drafts so many targets have; none without a draft."""
-        return math.ceil(self.draft.scaling.ratio * targets) if self.draft is not None else 0
+        """How many drafts so many targets have; none without one of their own."""
+        return math.ceil(self.separate.scaling.ratio * targets) if self.separate is not None else 0
+
+    @model_validator(mode="after")
+    def _drafts_somewhere(self) -> Self:
+        if self.draft is not None and self.separate is None:
+            if self.target.engine == "vllm":
+                raise ValueError("draft.placement: a draft shares no process with the engine vllm")
+            gpu = self.target.replicas.gpus > 0
+            check_weights(self.draft.weights, self.draft.checkpoint, gpu, self.draft.dtype, self.draft.compile)
+        return self
 
     @model_validator(mode="after")
     def _room_for_drafts(self) -> Self:
         fewest = self.draft_replicas(self.target.scaling.min_replicas)
-        if self.draft is not None and self.most_drafts < fewest:
+        if self.most_drafts < fewest:
             raise ValueError(f"draft.scaling: {self.most_drafts} drafts at most, {fewest} for the fewest targets")
         return self
 
     @property
     def most_drafts(self) -> int:
         """The most draft replicas there may be."""
-        chosen = self.draft.scaling.max_replicas if self.draft is not None else None
+        chosen = self.separate.scaling.max_replicas if self.separate is not None else None
         return chosen or self.draft_replicas(self.target.scaling.max_replicas)
 
 
@@ -311,7 +350,7 @@ class ServeConfig(_Settings):
         if self.http.port == self.grpc.port:
             raise ValueError(f"grpc.port: {self.grpc.port} is the HTTP port")
         for model in self.models:
-            first, last = model.draft.ports if model.draft is not None else (0, 0)
+            first, last = model.separate.ports if model.separate is not None else (0, 0)
             if taken := [port for port in (self.http.port, self.grpc.port) if port and first <= port <= last]:
                 raise ValueError(f"models: the draft ports of {model.name} include {taken[0]}, which the API has")
         return self

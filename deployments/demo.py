@@ -148,7 +148,7 @@ def run_demo(config: DemoConfig, requests: list[GenerationRequest], console: Con
     transformers_logging.disable_progress_bar()
     view.print_header(console, config.target, config.draft, config.tokens)
     where, draft_where = _placements()
-    target = TargetConfig(config.target, config.dtype, config.invariant, weighs=False)
+    target = TargetConfig(config.target, config.dtype, config.invariant, places=("separate",), earlier=0)
     draft = DraftConfig(
         config.draft, config.dtype, shared=0
     )  # or it would know what is measured from what was streamed

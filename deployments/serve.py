@@ -193,8 +193,8 @@ def _join(address: str | None) -> bool:
 def _local(config: ServeConfig) -> ServeConfig:
     """The same with drafts that only this machine can reach: all replicas are on it."""
     models = tuple(
-        model.model_copy(update={"draft": model.draft.model_copy(update={"host": model.draft.host or _LOOPBACK})})
-        if model.draft is not None
+        model.model_copy(update={"draft": model.separate.model_copy(update={"host": model.separate.host or _LOOPBACK})})
+        if model.separate is not None
         else model
         for model in config.models
     )

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.budget import Window
 from engine.drafters import Drafter, Learner, ReadsStates
-from engine.effort import EffortWindow
+from engine.effort import EffortWindow, draft_steps
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, Stepper
+from engine.step import Outcome, Plan, Sequence, Stepper, rows_of
 from engine.types import FinishReason, GenerationRequest, TokenLogprobs
 
 
@@ -131,7 +131,7 @@ def _loop(
         plans = _plan(running, speculation)
         outcomes = stepper.step(plans)
         if speculation is not None and speculation.effort is not None and all(plan.tree is not None for plan in plans):
-            speculation.effort.stepped(sum(len(outcome.tokens) for outcome in outcomes))
+            speculation.effort.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
         for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
             if speculation is not None and outcome.tokens:
                 if plan.tree is not None and plan.nodes is not None:
@@ -153,19 +153,7 @@ def _plan(running: dict[int, Sequence], speculation: Speculation | None) -> list
     decoding = [index for index, sequence in running.items() if not sequence.prefilling]
     if speculation is None or not decoding:
         return [Plan(sequence) for sequence in running.values()]
-    _grow(decoding, speculation)
+    draft_steps(speculation.drafter, decoding, speculation.draft_steps, speculation.effort)
     trees = {index: speculation.drafter.tree(index) for index in decoding}
     nodes = dict(zip(decoding, speculation.window.choose(list(trees.values())), strict=True))
     return [Plan(sequence, trees.get(index), nodes.get(index)) for index, sequence in running.items()]
-
-
-def _grow(decoding: Seq[int], speculation: Speculation) -> None:
-    """The draft steps before a target step."""
-    drafter, effort = speculation.drafter, speculation.effort
-    for _ in range(speculation.draft_steps):
-        trees = [drafter.tree(index) for index in decoding]
-        if effort is not None and not effort.pays(trees):
-            break
-        grown = drafter.grow()
-        if effort is not None and grown:
-            effort.grew(trees)

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.budget import Calibration, CostModel, Counts, GoodputWindow, near, reach
 from engine.compiled import compiled
+from engine.drafters import Drafter
 from engine.tree import ROOT, TokenTree
 from engine.tree_loops import Nodes, frontier, top
 from engine.types import FloatArray, IntArray
@@ -49,8 +50,7 @@ class EffortWindow(GoodputWindow):
         self._covered = _FIRST_SHARE * _FIRST_OPEN
         self._open = _FIRST_OPEN
         self._tokens = self._ms = 0.0  # of recent steps
-        self._drafted = 0  # draft steps since the last target step
-        self._verified = 0  # rows of the present target step
+        self._draft_steps = 0  # since the last target step
         self._rested_ms = 0.0  # since the last draft step
         self._expanding: list[IntArray] = []  # of each tree, by the draft step that runs
         self._was_open = 0.0
@@ -85,7 +85,7 @@ class EffortWindow(GoodputWindow):
     def grew(self, trees: Sequence[TokenTree]) -> None:
         """The draft step ended that `pays` was asked about."""
         self.draft_ms += _RECENT * (near(1000 * (self._clock() - self._mark), self.draft_ms) - self.draft_ms)
-        self._drafted += 1
+        self._draft_steps += 1
         covered = 0.0
         for tree, nodes, size in zip(trees, self._expanding, self._sizes, strict=True):
             if tree.size > size:
@@ -95,27 +95,47 @@ class EffortWindow(GoodputWindow):
             self._covered += _RECENT * (covered - self._covered)
             self._open += _RECENT * (self._was_open - self._open)
 
-    def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
-        """See Window."""
+    def drafted(self) -> None:
+        """No draft step follows: the target's step begins."""
         self._mark = self._clock()
-        chosen = super().choose(trees)
-        self._verified = sum(1 + len(nodes) for nodes in chosen)
-        return chosen
 
-    def stepped(self, tokens: int) -> None:
-        """The target step ended that `choose` began, and committed so many tokens."""
-        self.cost.observe(self._verified, 1000 * (self._clock() - self._mark))
-        target_ms = float(self.cost.table(self._verified)[self._verified])
+    def stepped(self, rows: int, tokens: int) -> None:
+        """The target step ended that `drafted` began; it had so many rows and committed so many tokens."""
+        self.cost.observe(rows, 1000 * (self._clock() - self._mark))
+        target_ms = float(self.cost.table(rows)[rows])
         self._tokens += _RECENT * (tokens - self._tokens) if self._ms else tokens
         # what steps cost as a rule: how long this one took says more about the machine
-        spent_ms = target_ms + self._drafted * self.draft_ms
+        spent_ms = target_ms + self._draft_steps * self.draft_ms
         self._ms += _RECENT * (spent_ms - self._ms) if self._ms else spent_ms
         self._rested_ms += target_ms
-        self._drafted = 0
+        self._draft_steps = 0
+
+    def skipped(self) -> None:
+        """The target step did more than decode: it says nothing of what decoding costs, nor do the draft steps before it."""
+        self._draft_steps = 0
 
     def _best(self, reach: FloatArray, milliseconds: FloatArray, sequences: int) -> tuple[int, float]:
         count, accepted, _ = _most_worth(reach, milliseconds, self.worth)
         return count, accepted
+
+
+def draft_steps(drafter: Drafter, sessions: Sequence[int], most: int, effort: EffortWindow | None) -> set[int]:
+    """What a drafter does before a target step: up to `most` steps, as long as the next one pays; the sessions that grew.
+
+    effort: None takes all of them.
+    """
+    grown: set[int] = set()
+    for _ in range(most):
+        trees = [drafter.tree(session) for session in sessions]
+        if effort is not None and not effort.pays(trees):
+            break
+        now = drafter.grow()
+        if effort is not None and now:
+            effort.grew(trees)
+        grown.update(now)
+    if effort is not None:
+        effort.drafted()
+    return grown
 
 
 @compiled

@@ -141,6 +141,11 @@ class Plan:
     prefill: int | None = None  # while prefilling: at most so many tokens; None: a chunk
 
 
+def rows_of(plans: Seq[Plan]) -> int:
+    """Of a step that only decodes: one for each sequence, and one for each node."""
+    return sum(1 + (len(plan.nodes) if plan.nodes is not None else 0) for plan in plans)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a step did for one sequence."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from cluster.drafters import LocalConfig
 from cluster.faulty_link import FaultyLink
 from cluster.link import Link, memory_link
+from cluster.own_guesses import LocalDrafter
 from cluster.target import TargetReplica
 from engine.automatic import taking_turns
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
@@ -105,6 +106,12 @@ def tree(size: int, draft_steps: int = 3) -> Make:
 
 def automatic(draft: ModelRunner) -> Speculation:
     return taking_turns(draft, costs())
+
+
+def sharing(draft: ModelRunner) -> LocalDrafter:
+    """The automatic one, for a target replica's own process; by its clock nothing takes time, so nothing varies."""
+    speculation = taking_turns(draft, costs(), clock=lambda: 0.0)
+    return LocalDrafter(speculation.drafter, speculation.draft_steps, speculation.effort)
 
 
 def ngram(length: int) -> Make:

@@ -154,8 +154,8 @@ def asked(service: Manifest) -> Iterator[tuple[str, str, dict[str, float], int, 
 
 
 def _asked_by_drafts(model: ModelOptions) -> Iterator[tuple[str, str, dict[str, float], int, int]]:
-    if model.draft is not None:
-        own = model.draft.replicas
+    if model.separate is not None:
+        own = model.separate.replicas
         amounts = {**own.resources, "CPU": own.cpus, "GPU": own.gpus}
         fewest = model.draft_replicas(model.target.scaling.min_replicas)
         yield model.draft_deployment, "draft", amounts, fewest, model.most_drafts
@@ -201,7 +201,7 @@ def port_complaints(service: Manifest, manifests: list[Manifest]) -> Iterator[st
             yield f"{role_of(group)}: container ports {named}, served are {ports}"
     policies = [each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"]
     for model in config.models:
-        for port in model.draft.ports if model.draft is not None else ():
+        for port in model.separate.ports if model.separate is not None else ():
             if (senders := set(allowed(policies, "draft", port))) != {"target"}:
                 yield f"draft port {port} of {model.name} is open to {sorted(senders)}"
     for api_port in (config.http.port, config.grpc.port):

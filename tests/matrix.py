@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from cluster.best_place import PLACES, Place
 from cluster.draft import DraftReplica
 from cluster.drafters import make_local
 from cluster.grpc_link import connect
@@ -54,6 +55,7 @@ from tests.exact import (
     make_requests,
     run,
     serve,
+    sharing,
     versus_transformers,
 )
 from tests.faults import STREAMS, faults_matrix
@@ -192,6 +194,10 @@ def local_matrix(
             for batch, drafts in ((1, 0), (8, 0), (8, 1)):
                 case = partial(with_local_drafter, plain, draft if drafts else None, make, batch)
                 yield Comparison(f"T={temperature} local {name} batch={batch} drafts={drafts}", case)
+        for places in (("shared",), PLACES):
+            for batch in (1, 8):
+                case = partial(with_places, plain, draft, places, batch)
+                yield Comparison(f"T={temperature} draft {' '.join(places)} batch={batch}", case)
     assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
@@ -200,6 +206,20 @@ def with_local_drafter(
 ) -> Result:
     """A target with a drafter of its own, beside a draft or none."""
     target = TargetReplica(plain.runner, goodput(), max_batch=batch, lookup=8, local=make())
+    return beside_draft(target, plain, draft)
+
+
+def with_places(plain: Plain, draft: ModelRunner, places: Sequence[Place], batch: int) -> Result:
+    """A target whose draft changes places, as it measures, or only shares its process."""
+    shared = sharing(ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024))
+    target = TargetReplica(plain.runner, goodput(), max_batch=batch, lookup=8, shared=shared, places=places)
+    told, wrong = beside_draft(target, plain, draft if "separate" in places else None)
+    shared.drafter.check()
+    return f"{told}, steps {target.stats().places}", wrong
+
+
+def beside_draft(target: TargetReplica, plain: Plain, draft: ModelRunner | None) -> Result:
+    """A target, audited at the end, with a draft replica or none."""
     drafting = DraftReplica(ModelDrafter(draft)) if draft is not None else None
     if drafting is not None:
         down, up = memory_link()

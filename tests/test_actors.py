@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ray
 KILLS = 5
 STREAMS = 8
 TOKENS = 32
-TARGET = TargetConfig(exact.TARGET, dtype="float32", invariant=True, kv_tokens=4096, flush_s=0.0, weighs=False)
+TARGET = TargetConfig(exact.TARGET, dtype="float32", invariant=True, kv_tokens=4096, flush_s=0.0, places=("separate",))
 DRAFT = DraftConfig(exact.DRAFT, dtype="float32", kv_tokens=8192)
 _ids = count()
 

@@ -64,11 +64,10 @@ def test_a_draft_with_a_shorter_context_than_its_target_lives_on(target: ModelRu
     drafting.add_link(far)
     replica.add_link(near)
     until(lambda: replica.stats().drafts == 1, "the draft is linked")
-    for request, tokens in zip(requests, plain, strict=True):
-        (generation,) = exact.serve(replica, [request])
-        assert generation.tokens == tokens
+    served = [exact.serve(replica, [request])[0] for request in requests]
+    assert [generation.tokens for generation in served] == plain
     assert drafting.alive
-    assert generation.accepted > 0, "it guesses within its context"
+    assert served[-1].accepted > 0, "it does not guess within its context"
     assert replica.wait_idle(PATIENCE_S)
     replica.check()
     replica.close()

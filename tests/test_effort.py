@@ -37,6 +37,7 @@ class World:
             self.now += DRAFT_MS / 1000
             self.window.grew([self.tree])
             drafted += 1
+        self.window.drafted()
         [nodes] = self.window.choose([self.tree])
         self.now += (TARGET_MS + 0.1 * len(nodes)) / 1000
         path: list[int] = []
@@ -45,7 +46,7 @@ class World:
                 break
             path.append(node)
         self.window.observe(self.tree, nodes, path)
-        self.window.stepped(1 + len(path))
+        self.window.stepped(1 + len(nodes), 1 + len(path))
         self.tree.reset(0)
         self.tokens, self.drafted, self.steps = self.tokens + 1 + len(path), self.drafted + drafted, self.steps + 1
         return drafted

@@ -120,3 +120,32 @@ def test_a_target_looks_up_by_itself_and_tells_the_draft_as_if_it_had_not() -> N
     assert not commit.mirrored
     assert not state.tokens_committed(session, [77]), "77 never came before"
     state.check()
+
+
+def test_a_target_looks_up_in_outputs_that_have_ended_but_not_in_prompts_nor_twice() -> None:
+    state = TargetState(4096, lookup=5, earlier=64)
+    first = state.session_opened([1, 2, 3], SamplingParams())
+    state.tokens_committed(first, [21, 22, 23, 24])
+    assert not state.hit(state.session_opened([4, 21, 22], SamplingParams())), "its output goes on"
+    state.session_closed(first)
+    second = state.session_opened([5, 6, 21, 22], SamplingParams())
+    mirror = state.mirror(second)
+    assert mirror.token[1 : mirror.size].tolist() == [23, 24]
+    assert not state.hit(state.session_opened([7, 1, 2], SamplingParams())), "prompts are nobody else's"
+    assert not state.hit(state.session_opened([21, 22], SamplingParams(), alone=True))
+    state.tokens_committed(second, [30, 31])
+    state.session_closed(second)
+    again = state.session_opened([5, 6, 21, 22, 30, 31], SamplingParams(), prompt=4)  # as after a preemption
+    state.tokens_committed(again, [32])
+    state.session_closed(again)
+    assert state.hit(state.session_opened([8, 30], SamplingParams()))
+    assert not state.hit(state.session_opened([8, 22, 30, 31, 32], SamplingParams()))
+    state.check()
+
+
+def test_without_room_for_earlier_outputs_none_are_looked_up() -> None:
+    state = TargetState(4096, lookup=5)
+    first = state.session_opened([1, 2, 3], SamplingParams())
+    state.tokens_committed(first, [21, 22, 23, 24])
+    state.session_closed(first)
+    assert not state.hit(state.session_opened([5, 6, 21, 22], SamplingParams()))

@@ -220,7 +220,9 @@ def test_a_cluster_reports_by_itself_and_through_ray() -> None:
         runtime_env={"env_vars": {"PYTHONPATH": path}},
         _system_config={"metrics_report_interval_ms": 500},
     )
-    target = TargetConfig(exact.TARGET, dtype="float32", kv_tokens=2048, flush_s=0.0, weighs=False, served_as="code")
+    target = TargetConfig(
+        exact.TARGET, dtype="float32", kv_tokens=2048, flush_s=0.0, places=("separate",), served_as="code"
+    )
     draft = DraftConfig(exact.DRAFT, dtype="float32", kv_tokens=4096, served_as="code")
     try:
         with LocalCluster(target, draft) as cluster:

@@ -78,7 +78,7 @@ class Pipelined:
     def __init__(self, target: Path, draft: Path, cores: Sequence[int]) -> None:
         places = ([Placement(cores=(cores[0],))], [Placement(cores=(cores[-1],))])
         self._cluster = LocalCluster(
-            TargetConfig(target, "float32", kv_tokens=KV_TOKENS, flush_s=0.0, weighs=False),
+            TargetConfig(target, "float32", kv_tokens=KV_TOKENS, flush_s=0.0, places=("separate",)),
             DraftConfig(draft, "float32"),
             placements=places,
             target_actor=TimedTarget,

@@ -219,5 +219,5 @@ def _join(target: SimulatedTarget, draft: SimulatedDraft) -> None:
 
 
 def _sum(parts: Sequence[TargetStats]) -> TargetStats:
-    names = [each.name for each in fields(TargetStats) if each.name != "link"]
+    names = [each.name for each in fields(TargetStats) if each.name not in ("link", "places")]
     return TargetStats(**{name: sum(getattr(part, name) for part in parts) for name in names})

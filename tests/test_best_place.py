@@ -1,0 +1,252 @@
+"""Drafts run where a target is fastest with them, as it measures itself."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import pytest
+
+from cluster.best_place import PLACES, BestPlace, Kind, Place, kind_of
+from cluster.link import memory_link
+from cluster.linked import LinkedDrafts
+from cluster.target_state import TargetState
+from cluster.trace import Trace
+from engine.types import Growth, KVHandle, SamplingParams
+
+ONE, SAMPLED, MANY = kind_of(1, True), kind_of(1, False), kind_of(16, True)
+Rates = Mapping[Place, float]  # tokens per second
+BEST: dict[Place, Rates] = {
+    "separate": {"separate": 1.5, "shared": 1.2, "none": 1.0},
+    "shared": {"separate": 1.1, "shared": 1.4, "none": 1.0},
+    "none": {"separate": 0.8, "shared": 0.9, "none": 1.0},
+}
+
+
+def shares(best: BestPlace, steps: int, kind: Kind, rates: Rates, drawn: random.Random | None = None) -> Rates:
+    """Where so many steps were, as shares of them. drawn: makes the seconds of a step vary."""
+    found: Counter[Place] = Counter()
+    for _ in range(steps):
+        found[best.place] += 1
+        seconds = 2 / rates[best.place] * (drawn.uniform(0.6, 1.4) if drawn else 1.0)
+        best.stepped(kind, 2, seconds, heard=True)
+    return {place: found[place] / steps for place in PLACES}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_best_place_is_found_soon_and_hardly_ever_left(place: Place) -> None:
+    best = BestPlace(PLACES)
+    shares(best, 250, ONE, BEST[place])
+    assert best.place == place
+    assert shares(best, 100_000, ONE, BEST[place])[place] > 0.97
+
+
+def test_batches_of_many_sequences_say_so_sooner() -> None:
+    best = BestPlace(PLACES)
+    shares(best, 90, MANY, BEST["none"])
+    assert best.place == "none"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_speeds_that_vary_are_told_apart(place: Place) -> None:
+    drawn = random.Random(0)
+    best = BestPlace(PLACES)
+    assert shares(best, 50_000, ONE, BEST[place], drawn)[place] > 0.95
+
+
+def test_all_places_are_looked_at_now_and_then() -> None:
+    best = BestPlace(PLACES)
+    shares(best, 250, ONE, BEST["shared"])
+    found = shares(best, 100_000, ONE, BEST["shared"])
+    assert all(found[place] > 0.001 for place in PLACES)
+
+
+def test_a_place_is_looked_at_the_more_often_the_nearer_it_is_to_the_best() -> None:
+    best = BestPlace(PLACES)
+    rates: Rates = {"separate": 1.0, "shared": 0.9, "none": 0.6}
+    drawn = random.Random(1)
+    shares(best, 1_000, ONE, rates, drawn)
+    found = shares(best, 100_000, ONE, rates, drawn)
+    assert 0.1 > found["shared"] > 3 * found["none"] > 0
+
+
+def test_what_has_changed_is_noticed() -> None:
+    best = BestPlace(PLACES)
+    shares(best, 20_000, ONE, BEST["separate"])
+    shares(best, 20_000, ONE, BEST["none"])
+    assert shares(best, 1_000, ONE, BEST["none"])["none"] > 0.9
+
+
+def test_each_kind_of_batch_has_its_own_answer() -> None:
+    best = BestPlace(PLACES)
+    pays: dict[Kind, Place] = {ONE: "separate", SAMPLED: "shared", MANY: "none"}
+    for _ in range(3):
+        for kind, place in pays.items():
+            shares(best, 3_000, kind, BEST[place])
+    for kind, place in pays.items():
+        shares(best, 80, kind, BEST[place])
+        assert shares(best, 100, kind, BEST[place])[place] > 0.5
+
+
+def test_drafts_that_still_read_the_texts_are_waited_for() -> None:
+    """They need 40 steps after each return before they say anything, and are worth it from then on."""
+    best, back = BestPlace(("separate", "none")), 0
+    without = 0
+    for _ in range(50_000):
+        without += best.place == "none"
+        back = 0 if best.place == "none" else back + 1
+        best.stepped(ONE, 2, 1.0 if back > 40 else 2.0, heard=back > 40)
+    assert without < 0.01 * 50_000
+
+
+def test_drafts_that_never_say_anything_are_not_waited_for_forever() -> None:
+    best, looks = BestPlace(("separate", "none")), 0
+    for _ in range(10_000):
+        looks += best.place == "none"
+        best.stepped(ONE, 2, 2.0, heard=False)
+    assert looks > 30
+
+
+def test_a_batch_that_comes_and_goes_changes_nothing() -> None:
+    """Every change would have all texts read again."""
+    best = BestPlace(PLACES)
+    shares(best, 3_000, ONE, BEST["separate"])
+    shares(best, 3_000, SAMPLED, BEST["none"])
+    changes = 0
+    for step in range(6_000):
+        before = best.place
+        kind, rates = (SAMPLED, BEST["none"]) if step // 3 % 2 else (ONE, BEST["separate"])
+        best.stepped(kind, 2, 2 / rates[before], heard=True)
+        changes += best.place != before
+    assert changes < 30
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_single_place_is_not_measured(place: Place) -> None:
+    assert shares(BestPlace((place,)), 5_000, ONE, BEST["none"])[place] == 1
+
+
+def test_without_a_place_nobody_drafts() -> None:
+    assert BestPlace(()).place == "none"
+
+
+class Served:
+    """One session of a target that decodes at given speeds."""
+
+    def __init__(self, places: tuple[Place, ...] = ("separate", "none")) -> None:
+        self.state = TargetState(16)
+        self.drafts = LinkedDrafts(self.state, Trace(), lambda: None, places)
+        self.session = self.state.session_opened([1, 2], SamplingParams())
+        self.links = [memory_link()]
+        self.drafts.join(self.links[0][0])
+
+    def step(self, seconds_with: float, seconds_without: float, accepted: int = 1) -> bool:
+        """One step; whether the session is with a draft after it."""
+        with_drafts = self.state.attached(self.session)
+        if with_drafts:
+            below = np.full(1, -1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
+            self.links[-1][1].send([Growth(self.session, KVHandle(2, bytes(16)), *below)])
+        self.drafts.receive()
+        self.drafts.stepped(accepted)
+        self.drafts.took(ONE, 2, seconds_with if with_drafts else seconds_without)
+        self.drafts.send()
+        self.state.check()
+        return self.state.attached(self.session)
+
+    def close(self) -> None:
+        self.drafts.close()
+        for _, up in self.links:
+            up.close()
+
+
+@pytest.fixture
+def make_served() -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def make(*places: Place) -> Served:
+        made.append(Served(*([places] if places else [])))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_draft_that_joins_is_tried_where_another_was_left_alone(make_served: Callable[..., Served]) -> None:
+    served = make_served()
+    while served.step(2.0, 1.0):
+        pass
+    for _ in range(100):
+        served.step(2.0, 1.0)
+    assert not served.state.attached(served.session)
+    served.links.append(memory_link())
+    served.drafts.join(served.links[-1][0])
+    assert served.state.attached(served.session)
+    assert all(served.step(1.0, 2.0) for _ in range(40))
+
+
+def test_those_that_stay_are_tried_when_one_of_several_leaves(make_served: Callable[..., Served]) -> None:
+    served = make_served()
+    served.links.append(memory_link())
+    served.drafts.join(served.links[-1][0])
+    while served.step(2.0, 1.0):
+        pass
+    for _ in range(100):
+        served.step(2.0, 1.0)
+    assert not served.state.attached(served.session)
+    served.links[0][1].close()
+    served.drafts.receive()
+    assert len(served.drafts) == 1
+    assert served.state.attached(served.session)
+    served.state.check()
+
+
+def test_drafts_that_are_never_right_and_slow_are_still_looked_at(make_served: Callable[..., Served]) -> None:
+    served = make_served()
+    attached = [served.step(2.0, 1.0, accepted=0) for _ in range(20_000)]
+    assert sum(attached) < 0.1 * 20_000
+    assert any(attached[10_000:])
+
+
+def test_sessions_leave_drafts_that_make_a_target_slower(make_served: Callable[..., Served]) -> None:
+    served = make_served()
+    attached = [served.step(2.0, 1.0) for _ in range(15_000)]
+    assert attached[0]
+    assert not any(attached[200:2_000])
+    assert any(attached[2_000:])
+
+
+def test_drafts_are_not_left_alone_where_that_is_no_place(make_served: Callable[..., Served]) -> None:
+    served = make_served("separate")
+    assert all(served.step(2.0, 1.0) for _ in range(500))
+
+
+def test_a_target_without_links_has_its_own_draft(make_served: Callable[..., Served]) -> None:
+    served = make_served("separate", "shared", "none")
+    places = [served.drafts.place]
+    served.links[0][1].close()
+    served.drafts.receive()
+    assert [*places, served.drafts.place] == ["separate", "shared"]
+
+
+def test_a_target_whose_last_draft_leaves_while_it_rests_measures_on(make_served: Callable[..., Served]) -> None:
+    served = make_served("separate", "shared", "none")
+    while served.step(2.0, 2.0, accepted=0):
+        pass
+    served.links[0][1].close()
+    found: Counter[Place] = Counter()
+    for _ in range(2_000):
+        served.drafts.receive()
+        found[served.drafts.place] += 1
+        served.drafts.stepped(1)
+        served.drafts.took(ONE, 2, 1.0 if served.drafts.place == "none" else 2.0)
+    assert found["none"] > 0.8 * 2_000
+
+
+def test_a_place_that_failed_is_never_one_again(make_served: Callable[..., Served]) -> None:
+    served = make_served("shared", "none")
+    served.drafts.never_at("shared")
+    assert served.drafts.place == "none"
+    served.links.append(memory_link())
+    served.drafts.join(served.links[-1][0])
+    assert served.drafts.place == "none"
