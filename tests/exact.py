@@ -6,6 +6,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from cluster.draft import DraftReplica
 from cluster.drafters import LocalConfig
 from cluster.faulty_link import FaultyLink
 from cluster.link import Link, memory_link
@@ -37,6 +39,7 @@ from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
 from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
+from tests.cluster_fixtures import until
 
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 HEADS = MODELS / "code-target-heads"
@@ -321,6 +324,20 @@ def faulty_ends() -> Ends:
     near, far = memory_link()
     down = FaultyLink(near, 1, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1)
     return down, FaultyLink(far, 2, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1)
+
+
+@contextmanager
+def linked(replica: TargetReplica, draft: ModelRunner) -> Iterator[DraftReplica]:
+    """A draft replica with this model, in this process, and a link between the two."""
+    drafting = DraftReplica(ModelDrafter(draft))
+    near, far = memory_link()
+    drafting.add_link(far)
+    replica.add_link(near)
+    try:
+        until(lambda: replica.stats().drafts == 1, "the draft is linked")
+        yield drafting
+    finally:
+        drafting.close()
 
 
 def serve(target: TargetReplica, requests: Sequence[GenerationRequest]) -> list[Generation]:

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.draft import DraftReplica
-from cluster.link import memory_link
 from cluster.target import TargetReplica
 from engine.decode import decode
-from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams
 from tests import exact
-from tests.cluster_fixtures import PATIENCE_S, until
+from tests.cluster_fixtures import PATIENCE_S
 
 SHORT = 96  # tokens of context
 
@@ -59,16 +56,12 @@ def test_a_request_that_fills_the_context_is_drafted_for(
 def test_a_draft_with_a_shorter_context_than_its_target_lives_on(target: ModelRunner, short_draft: ModelRunner) -> None:
     requests = [request_to(2 * SHORT), request_to(SHORT // 2)]
     plain = [decode(target, [request])[0].tokens for request in requests]
-    replica, drafting = TargetReplica(target, exact.goodput()), DraftReplica(ModelDrafter(short_draft))
-    near, far = memory_link()
-    drafting.add_link(far)
-    replica.add_link(near)
-    until(lambda: replica.stats().drafts == 1, "the draft is linked")
-    served = [exact.serve(replica, [request])[0] for request in requests]
+    replica = TargetReplica(target, exact.goodput())
+    with exact.linked(replica, short_draft) as drafting:
+        served = [exact.serve(replica, [request])[0] for request in requests]
+        assert drafting.alive
     assert [generation.tokens for generation in served] == plain
-    assert drafting.alive
     assert served[-1].accepted > 0, "it does not guess within its context"
     assert replica.wait_idle(PATIENCE_S)
     replica.check()
     replica.close()
-    drafting.close()

@@ -12,9 +12,7 @@ import pytest
 from cluster import best_place
 from cluster.actors import TargetConfig, own_target
 from cluster.best_place import PLACES, Place
-from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig
-from cluster.link import memory_link
 from cluster.placement import Placement
 from cluster.target import TargetReplica
 from deployments.app import build, target_config
@@ -55,19 +53,6 @@ def serving(
         replica.close()
 
 
-@contextmanager
-def linked(replica: TargetReplica, draft: ModelRunner) -> Iterator[DraftReplica]:
-    drafting = DraftReplica(ModelDrafter(draft))
-    near, far = memory_link()
-    drafting.add_link(far)
-    replica.add_link(near)
-    try:
-        until(lambda: replica.stats().drafts == 1, "the draft is linked")
-        yield drafting
-    finally:
-        drafting.close()
-
-
 def plain_of(
     target: ModelRunner, temperature: float, count: int = 3
 ) -> tuple[list[GenerationRequest], list[list[int]]]:
@@ -102,7 +87,7 @@ def test_drafts_change_places_in_the_middle_of_streams_and_the_tokens_stay(
     for name, value in often.items():
         monkeypatch.setattr(best_place, name, value)
     requests, plain = plain_of(target, temperature, 6)
-    with serving(target, second_draft, PLACES, 3) as replica, linked(replica, draft) as drafting:
+    with serving(target, second_draft, PLACES, 3) as replica, exact.linked(replica, draft) as drafting:
         generations = exact.serve(replica, requests)
         assert not list(exact.differences(generations, plain))
         assert all(steps > 3 for steps in replica.stats().places.values()), replica.stats().places
@@ -115,7 +100,7 @@ def test_a_target_whose_drafts_die_drafts_for_itself(
     requests, plain = plain_of(target, 0.0, 2)
     died, ended = threading.Event(), threading.Semaphore(0)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    with serving(target, second_draft, ("separate", "shared")) as replica, linked(replica, draft) as drafting:
+    with serving(target, second_draft, ("separate", "shared")) as replica, exact.linked(replica, draft) as drafting:
 
         def sink(chunk: TokenChunk) -> None:
             tokens[chunk.request_id] += chunk.tokens

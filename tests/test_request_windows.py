@@ -5,20 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.draft import DraftReplica
-from cluster.link import memory_link
 from cluster.target import TargetReplica
 from cluster.windows import Windows
 from engine.budget import CostModel
 from engine.decode import decode
-from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from engine.tree import TokenTree
 from engine.types import InvalidRequest
 from engine.window_choice import NamedWindows, check_window
 from engine.windows import FixedChain, FixedTree
 from tests import exact
-from tests.cluster_fixtures import PATIENCE_S, until
+from tests.cluster_fixtures import PATIENCE_S
 
 NAMES = ["", "off", "goodput", "chain:3", "tree:7", "heuristic", "threshold", "bandit"]
 
@@ -39,21 +36,14 @@ def test_every_window_in_one_batch_serves_the_plain_tokens(
     plain = [generation.tokens for generation in decode(target, requests)]
     requests = [replace(request, window=name) for request, name in zip(requests, NAMES, strict=True)]
     replica = TargetReplica(target, FixedTree(5), max_batch=len(NAMES), lookup=4)
-    drafting = DraftReplica(ModelDrafter(draft))
-    near, far = memory_link()
-    drafting.add_link(far)
-    replica.add_link(near)
-    try:
-        until(lambda: replica.stats().drafts == 1, "the draft is linked")
+    with exact.linked(replica, draft):
         generations = exact.serve(replica, requests)
         assert not list(exact.differences(generations, plain))
         assert generations[NAMES.index("off")].accepted == 0
         assert replica.stats().link["attached"] == len(NAMES) - 1, "the target alone decodes what is off"
         assert replica.wait_idle(PATIENCE_S)
         replica.check()
-    finally:
-        replica.close()
-        drafting.close()
+    replica.close()
 
 
 def test_each_window_chooses_for_the_requests_that_named_it() -> None:
