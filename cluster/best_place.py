@@ -160,7 +160,7 @@ class BestPlace:
             else:
                 self._reading -= 1
         elif self._measured[kind].stepped(tokens, seconds):
-            self._arrive()
+            self._arrive(kind)
 
     def _goes_by(self, kind: Kind) -> bool:
         """Whether a step counts; another kind does once it has lasted, since every change has texts read again."""
@@ -176,13 +176,13 @@ class BestPlace:
         self._kind, self._other = kind, None
         self._measured.setdefault(kind, _Measured(self.places, _enough(kind)))
         if self.place != before:
-            self._arrive()
+            self._arrive(kind)
         return True
 
-    def _arrive(self) -> None:
+    def _arrive(self, kind: Kind) -> None:
         """At a place for the first time, drafts and windows have to learn what works there."""
-        learning = self._kind is not None and self.place != "none" and self._measured[self._kind].unknown
-        self.settle(_enough(self._kind) if learning and self._kind is not None else _SETTLING)
+        learning = self.place != "none" and self._measured[kind].unknown
+        self.settle(_enough(kind) if learning else _SETTLING)
 
 
 def _enough(kind: Kind) -> int:

@@ -57,6 +57,13 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
+def _refuse(settings: _Settings, names: Iterable[str], what: str) -> None:
+    """Raises ValueError if one of these was set: `what` has no use for it."""
+    for name in names:
+        if getattr(settings, name) != type(settings).model_fields[name].get_default(call_default_factory=True):
+            raise ValueError(f"{name} is no setting of {what}")
+
+
 def _custom_resources(amounts: dict[str, float]) -> dict[str, float]:
     """Amounts as Ray takes them; raises ValueError."""
     for name, amount in amounts.items():
@@ -136,7 +143,7 @@ class TargetOptions(_Settings):
     window: Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"] = "goodput"
     window_size: int = Field(31, ge=1, le=512, description="draft tokens verified per step: at most, or exactly")
     lookup: int = Field(
-        8, ge=0, le=64, description="tokens looked up after each step, in the text and, if shared, in others; 0: none"
+        8, ge=0, le=64, description="tokens looked up after each step, in the text and in earlier outputs; 0: none"
     )
     drafter: LocalName | None = Field(
         None,
@@ -161,9 +168,7 @@ class TargetOptions(_Settings):
     @model_validator(mode="after")
     def _of_one_engine(self) -> Self:
         others = _OWN_ENGINE if self.engine == "vllm" else _VLLM
-        for name in others:
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{name} is no setting of the engine {self.engine}")
+        _refuse(self, others, f"the engine {self.engine}")
         if self.engine == "vllm" and self.replicas.gpus not in (0, self.tensor_parallel_size):
             raise ValueError(f"replicas.gpus must be tensor_parallel_size, {self.tensor_parallel_size}")
         return self
@@ -219,9 +224,7 @@ class DraftOptions(_Settings):
         if self.placement == "shared" and self.inner is not None:
             raise ValueError("placement shared: no inner draft service")
         if self.placement == "shared":
-            for name in _OF_DRAFT_REPLICAS:
-                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(f"{name} is no setting of a draft that shares its target's process")
+            _refuse(self, _OF_DRAFT_REPLICAS, "a draft that shares its target's process")
         else:
             check_weights(self.weights, self.checkpoint, self.replicas.gpus > 0, self.dtype, self.compile)
         return self
@@ -257,9 +260,9 @@ class ModelOptions(_Settings):
     @property
     def shared(self) -> DraftOptions | None:
         """The draft, if it runs in the target's process, too or alone."""
-        draft = self.draft
-        able = self.target.engine == "paceline" and draft is not None and draft.inner is None
-        return draft if able and draft is not None and draft.placement != "separate" else None
+        if self.draft is None or self.draft.placement == "separate" or self.draft.inner is not None:
+            return None
+        return self.draft if self.target.engine == "paceline" else None
 
     def draft_replicas(self, targets: int) -> int:
         """How many drafts so many targets have; none without one of their own."""
