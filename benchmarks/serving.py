@@ -33,7 +33,8 @@ from cluster.local import LocalCluster, start_ray
 from cluster.placement import Placement
 from cluster.target_stats import TargetStats
 from deployments.app import draft_config, target_config
-from deployments.config import ModelOptions, ServeConfig, parse_config
+from deployments.config import ModelOptions, ServeConfig
+from deployments.config_load import parse_config
 from deployments.serve import APPLICATION, deploy, withdraw
 from engine.checkpoint import MODELS
 from engine.expand import expand

@@ -14,7 +14,8 @@ from cluster.drafters import DraftConfig, LocalConfig
 from cluster.local import MACHINE_LOSS
 from cluster.placement import Placement
 from cluster.registry import RegistryName
-from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions, check_config
+from deployments.config import Delays, DraftOptions, ModelOptions, Resources, ServeConfig, TargetOptions
+from deployments.config_load import check_config
 from deployments.ingress import Ingress
 from deployments.replicas import DraftDeployment, TargetDeployment
 from engine.automatic import SHARED
@@ -24,6 +25,8 @@ NAMESPACE = "paceline"  # of the registries
 _HEALTH_CHECK_S = 2.0
 _START_ATTEMPTS = 3  # of all replicas of a deployment: what fails so often will not load the next time
 _DRAIN_CHECK_S = 0.5  # how often a replica that goes away looks whether its streams have ended
+# Our code and Serve's in the same loop of a replica; in two, with a thread each, every chunk crosses from one to the other.
+_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 _INGRESS_STREAMS = 4096  # more would wait in Serve's proxy; what waits for a model is limited per model
 
 
@@ -164,7 +167,7 @@ def _placement(resources: Resources) -> Placement:
 
 
 def _actor(resources: Resources, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    variables = {"OMP_NUM_THREADS": str(resources.threads), **(environment or {})}
+    variables = {"OMP_NUM_THREADS": str(resources.threads), **_ONE_LOOP, **(environment or {})}
     return {
         "num_cpus": resources.cpus,
         "num_gpus": resources.gpus,

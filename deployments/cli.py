@@ -266,7 +266,7 @@ def serve(
       paceline serve --config serve.yaml
     """
     with one_line_errors():
-        from deployments.config import check_config, chosen_config
+        from deployments.config_load import check_config, chosen_config
 
         chosen = chosen_config(config, target, draft, dtype, invariant, host, port, grpc_port)
         check_config(chosen)
@@ -397,7 +397,7 @@ def config_schema() -> None:
 def config_check(path: ConfigArgument) -> None:
     """Checks a configuration without loading anything; exit code 2 and one line when it can't be used."""
     with one_line_errors():
-        from deployments.config import check_config, load_config
+        from deployments.config_load import check_config, load_config
 
         found = load_config(path)
         check_config(found)
@@ -410,7 +410,7 @@ def config_export(path: ConfigArgument) -> None:
     with one_line_errors():
         import yaml
 
-        from deployments.config import load_config
+        from deployments.config_load import load_config
         from deployments.serve import serve_schema
 
         values = serve_schema(load_config(path)).model_dump(mode="json", exclude_unset=True)

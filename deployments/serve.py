@@ -21,7 +21,8 @@ from rich.console import Console
 
 from cluster.local import start_ray
 from deployments.app import INGRESS, registry_name
-from deployments.config import BUILDER, ConfigError, HttpOptions, ServeConfig
+from deployments.config import HttpOptions, ServeConfig
+from deployments.config_load import BUILDER, ConfigError
 from deployments.ingress import GRPC_SERVICERS
 
 APPLICATION = "paceline"

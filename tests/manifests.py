@@ -15,7 +15,8 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.local import HEAD_LOSS_CHECKS, MACHINE_LOSS, SERVE_TRANSPORT
-from deployments.config import BUILDER, ModelOptions, ServeConfig, parse_config
+from deployments.config import ModelOptions, ServeConfig
+from deployments.config_load import BUILDER, parse_config
 from deployments.serve import serve_schema
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster.local import start_ray
 from cluster.pb import generation_pb2 as pb
 from deployments.client import Client
-from deployments.config import ServeConfig, parse_config
+from deployments.config import ServeConfig
+from deployments.config_load import parse_config
 from deployments.serve import APPLICATION, base_url, deploy, withdraw
 from engine.decode import Generation
 from engine.runner import ModelRunner

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from deployments import cli
 from deployments.app import build, draft_config, registry_name, shared_tokens
-from deployments.config import ConfigError, ServeConfig, check_config, chosen_config, load_config, parse_config
+from deployments.config import ServeConfig
+from deployments.config_load import ConfigError, check_config, chosen_config, load_config, parse_config
 from deployments.ingress import fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
 from deployments.serve import base_url, check_ports, serve_schema

@@ -16,7 +16,8 @@ from cluster.drafters import DraftConfig
 from cluster.placement import Placement
 from cluster.target import TargetReplica
 from deployments.app import build, target_config
-from deployments.config import ConfigError, ServeConfig, parse_config
+from deployments.config import ServeConfig
+from deployments.config_load import ConfigError, parse_config
 from engine.automatic import SHARED
 from engine.checkpoint import ModelError
 from engine.decode import decode

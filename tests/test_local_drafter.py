@@ -14,7 +14,7 @@ from cluster.drafters import LocalConfig, make_local
 from cluster.link import memory_link
 from cluster.own_guesses import LocalDrafter, OwnGuesses
 from cluster.target import TargetReplica
-from deployments.config import ConfigError, check_config, parse_config
+from deployments.config_load import ConfigError, check_config, parse_config
 from engine.checkpoint import ModelError
 from engine.decode import decode
 from engine.drafters.early_exit import EarlyExitDrafter

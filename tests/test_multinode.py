@@ -19,7 +19,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.local import HEAD_LOSS_CHECKS, MACHINE_LOSS, SERVE_TRANSPORT
-from deployments.config import ServeConfig, parse_config
+from deployments.config import ServeConfig
+from deployments.config_load import parse_config
 from deployments.serve import base_url
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest

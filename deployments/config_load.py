@@ -1,0 +1,160 @@
+"""Configurations of serving: read, chosen and checked once, before anything slow. Errors are one line that names a field."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from cluster.vllm_options import VllmOptions, check_options
+from deployments.config import DraftOptions, Dtype, ServeConfig, TargetOptions
+from engine.checkpoint import ModelError, check_checkpoint
+from engine.choice import check_documents
+from engine.local_choice import check_heads
+
+BUILDER = "deployments.app:build"  # what Serve imports
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be used; the message says in one line which field is wrong, and how."""
+
+
+def load_config(path: Path) -> ServeConfig:
+    """Reads a YAML file: a ServeConfig, or one of Serve's own with the same under its application's `args`.
+
+    Raises ConfigError.
+    """
+    try:
+        values: Any = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return parse_config(_our_arguments(values) if "applications" in values else values)
+
+
+def chosen_config(
+    path: Path | None,
+    target: Path | None,
+    draft: Path | None,
+    dtype: Dtype,
+    invariant: bool,
+    host: str | None,
+    port: int | None,
+    grpc_port: int | None,
+) -> ServeConfig:
+    """A file, or one pair of models (the bundled one if none is named), with addresses of its own. Raises ConfigError."""
+    config = load_config(path) if path is not None else ServeConfig()
+    if path is not None and (target or draft or dtype != "auto" or invariant):
+        raise ConfigError("--target, --draft, --dtype and --invariant say what a --config says: give one or the other")
+    values = config.arguments()
+    if path is None:
+        (model,) = values["models"]
+        if target is not None:
+            model["name"], model["target"]["checkpoint"] = target.absolute().name, str(target)
+            model["draft"] = model["draft"] if draft is not None else None
+        if draft is not None:
+            model["draft"]["checkpoint"] = str(draft)
+        model["target"].update(dtype=dtype, invariant=invariant)
+        if model["draft"] is not None:
+            model["draft"]["dtype"] = dtype
+    values["http"].update({"host": host or config.http.host, "port": port or config.http.port})
+    values["grpc"].update({"port": grpc_port or config.grpc.port})
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> ServeConfig:
+    """A configuration from plain values; raises ConfigError."""
+    try:
+        return ServeConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            what = "there is no such setting"
+        raise ConfigError(f"{where}: {what}" if where else what) from None
+
+
+def check_config(config: ServeConfig) -> None:
+    """What can be told without loading a model; raises ConfigError."""
+    for index, model in enumerate(config.models):
+        where = f"models.{index}"
+        vllm = model.target.vllm(drafted=model.draft is not None)
+        if vllm is not None:
+            _check_vllm(f"{where}.target", vllm)
+        target = _check_model(f"{where}.target.checkpoint", model.target.checkpoint, vllm is None)
+        if not (model.target.checkpoint / "tokenizer.json").is_file():
+            raise ConfigError(f"{where}.target.checkpoint: {model.target.checkpoint} has no tokenizer.json")
+        _check_local(f"{where}.target", model.target, target.get("hidden_size"))
+        if model.draft is not None:
+            _check_draft(f"{where}.draft", model.draft, target["vocab_size"])
+    files = {"tls_certificate": config.http.tls_certificate, "tls_key": config.http.tls_key}
+    for name, path in {**files, "api_keys_file": config.http.api_keys_file}.items():
+        if path is not None and not path.is_file():
+            raise ConfigError(f"http.{name}: there is no file {path}")
+    if config.http.api_keys_file is not None and not config.http.keys():
+        raise ConfigError("http.api_keys_file: it holds no key")
+    for index, model in enumerate(config.models):
+        if model.draft is not None and model.draft.inner is not None and not config.shares(model):
+            reason = "the service there may guess for one client from what others were answered"
+            raise ConfigError(f"models.{index}.draft.inner: {reason}; if it may, say share_outputs: true")
+
+
+def _check_model(where: str, path: Path, own_engine: bool = True) -> dict[str, Any]:
+    try:
+        return check_checkpoint(path, own_engine)
+    except ModelError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_vllm(where: str, options: VllmOptions) -> None:
+    try:
+        check_options(options)
+    except ModelError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_draft(where: str, draft: DraftOptions, target_size: int) -> None:
+    """Beside a target with a tokenizer, and a vocabulary of this size."""
+    if draft.checkpoint is not None:
+        size = _check_model(f"{where}.checkpoint", draft.checkpoint)["vocab_size"]
+        if size != target_size and not (draft.checkpoint / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{where}: vocabularies differ: {target_size} tokens in the target, {size} here, "
+                "and without a tokenizer.json here none can be translated"
+            )
+    _check_documents(f"{where}.documents", draft.documents)
+
+
+def _check_local(where: str, target: TargetOptions, hidden_size: int | None) -> None:
+    """What guesses in the target's own process."""
+    _check_documents(f"{where}.documents", target.documents)
+    if target.heads is not None:
+        try:
+            check_heads(target.heads, hidden_size, target.checkpoint)
+        except ModelError as error:
+            raise ConfigError(f"{where}.heads: {error}") from None
+
+
+def _check_documents(where: str, documents: Path | None) -> None:
+    if documents is not None:
+        try:
+            check_documents(documents)
+        except ModelError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+
+def _our_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the one application of ours in a configuration of Serve's."""
+    applications: Iterable[Any] = values["applications"] or []
+    ours = [each for each in applications if isinstance(each, dict) and each.get("import_path") == BUILDER]
+    if len(ours) != 1:
+        raise ConfigError(f"applications: {len(ours)} have the import_path {BUILDER}; there must be one")
+    arguments: Any = ours[0].get("args") or {}
+    if not isinstance(arguments, dict):
+        raise ConfigError("applications: args holds no settings")
+    return arguments
