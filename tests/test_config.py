@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve._private import constants
 from typer.testing import CliRunner
 
 from deployments import cli
@@ -316,6 +317,16 @@ def test_replicas_ask_ray_for_the_custom_resources_of_their_group() -> None:
         for deployment in (bound._bound_deployment for bound in [application, *_bound(application)])
     }
     assert asked == {"ingress": {"ingress": 2}, "code-target": {"target-l4": 1}, "code-draft": {"draft": 0.25}}
+
+
+def test_ray_knows_the_settings_that_replicas_give_serve() -> None:
+    application = build(ServeConfig())
+    for bound in [application, *_bound(application)]:
+        variables = bound._bound_deployment.ray_actor_options["runtime_env"]["env_vars"]
+        given = [name for name in variables if name.startswith("RAY_SERVE_")]
+        assert given
+        for name in given:  # Ray passes over names that it doesn't know, in silence
+            assert hasattr(constants, name)
 
 
 def _bound(application: Any) -> list[Any]:
