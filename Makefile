@@ -52,7 +52,7 @@ vllm: $(VLLM)/.installed ## set up vLLM on CPUs, in an environment of its own
 transformers: $(TRANSFORMERS)/.installed ## set up transformers as a peer, in an environment of its own
 
 # What it takes, and what --help offers beside: benchmarks/README.md.
-bench: $(VENV)/.installed $(VLLM)/.suffix $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: a short one
+bench: $(VENV)/.installed $(VLLM)/.suffix $(VLLM)/.tcmalloc $(TRANSFORMERS)/.installed ## transformers, vLLM and Paceline in one run, for hours; QUICK=1: a short one
 	$(BIN)/python -m benchmarks.bench $(if $(QUICK),--quick)
 
 test-vllm: $(VLLM)/.installed-test ## set up and test with a real vLLM: its engine, 'vllm serve', and our server with it
@@ -103,6 +103,11 @@ $(VLLM)/.suffix: $(VLLM)/.installed
 		nanobind==2.9.2 cmake==4.4.4 grpcio-tools==1.85.1 wheel==0.48.0 && \
 		PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -m pip install --disable-pip-version-check \
 		--no-deps --no-build-isolation arctic-inference==0.1.1
+	@touch $@
+
+# vLLM's documentation has it preloaded on CPUs: a Debian package, not installed but unpacked. Where that fails, it is left out.
+$(VLLM)/.tcmalloc: $(VLLM)/.installed
+	-cd $(VLLM) && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
 	@touch $@
 
 $(TRANSFORMERS)/bin/python:

@@ -15,6 +15,7 @@ _RESERVED = ("model", "dtype", "max_num_seqs", "tensor_parallel_size", "disable_
 _RESERVED_WITH_DRAFT = ("speculative_config", "worker_extension_cls", "additional_config")
 _PROPOSER = "cluster.vllm_proposer.RemoteProposer"
 _ACCESS = "cluster.vllm_proposer.WorkerAccess"
+_MENDED = "cluster.vllm_mended_worker.MendedWorker"  # our proposer does the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +55,4 @@ def engine_arguments(model: Path, dtype: str, max_batch: int, options: VllmOptio
             "num_speculative_tokens": options.draft_tokens,
         }
         ours |= {"worker_extension_cls": _ACCESS, "additional_config": {FOLLOWED: True}}
-    return {**options.engine_args, **ours}
+    return {"worker_extension_cls": _MENDED, **options.engine_args, **ours}

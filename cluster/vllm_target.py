@@ -257,12 +257,18 @@ class _Output:
 async def _start(arguments: dict[str, Any], counted: VllmCounts, placement: Placement) -> Any:
     """vLLM's engine, loaded. On the loop that it will run on; blocks that."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has threads
-    # As many threads as OMP_NUM_THREADS says, unless they are pinned. A list of cores is that of the only rank.
-    cores = ",".join(map(str, placement.cores)) if arguments["tensor_parallel_size"] == 1 else ""
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores or "nobind")
+    # As many threads as OMP_NUM_THREADS says, unless they are pinned.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _binding(placement.cores, arguments["tensor_parallel_size"]))
     from vllm import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]
     from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found,unused-ignore]
 
     if unknown := sorted(set(arguments) - set(AsyncEngineArgs.__dataclass_fields__)):
         raise ModelError(f"engine_args: vLLM has no argument {unknown[0]}")
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda config, index: counted])
+
+
+def _binding(cores: Sequence[int], ranks: int) -> str:
+    """How vLLM is told of cores: as many for each rank, ranks apart by bars."""
+    each = len(cores) // ranks
+    shares = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)] if each else []
+    return "|".join(",".join(map(str, share)) for share in shares) or "nobind"

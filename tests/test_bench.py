@@ -15,6 +15,7 @@ from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.contenders import Environments, Notes, Peers, Place, Setup
 from benchmarks.bench.equality import compare
 from benchmarks.bench.http_client import arrival_times
+from benchmarks.bench.many_streams import answered
 from benchmarks.bench.one_stream import Best
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import (
@@ -169,6 +170,16 @@ def test_a_run_that_goes_on_knows_the_best_number_of_draft_tokens_of_each_target
     ]
     assert Best.known(rows, 11_000_000).vllm == {("vllm-ngram", 0.0): 3, ("vllm-ngram", 1.0): 2}
     assert Best.known(rows, 1).vllm == {}
+
+
+def test_who_answers_nothing_has_no_row_and_failed_requests_are_noted(tmp_path: Path) -> None:
+    notes, failed = Notes(tmp_path / "notes.json"), Stream(())
+    rounds = {"well": [(1.0, [STREAM])], "partly": [(1.0, [STREAM, failed]), (1.0, [STREAM])], "not": [(1.0, [failed])]}
+    assert list(answered(rounds, notes, "2 streams")) == ["well", "partly"]
+    assert notes.lines == [
+        "2 streams: 1 of 3 requests to partly failed",
+        "2 streams: 1 of 1 requests to not failed",
+    ]
 
 
 def make_setup(folder: Path) -> Setup:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+import torch
 
 from cluster.address import parse_address
 from cluster.content import ContentSessions
@@ -16,6 +17,7 @@ from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
 from cluster.target_state import TargetState
+from cluster.vllm_mended import spread
 from cluster.vllm_proposer import Proposals, ProposerOptions
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
@@ -262,3 +264,13 @@ def test_a_port_that_is_taken_is_told(closing: ExitStack) -> None:
     closing.callback(held.stop)
     with pytest.raises(LinkError, match="cannot listen"):
         DraftServer("127.0.0.1", int(held.address.rpartition(":")[2]), lambda link: None)
+
+
+def test_what_requests_want_is_spread_over_their_rows() -> None:
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second request has no drafts
+    temperatures = spread(torch.tensor([0.7, 9.0, 0.0]), ends, 5, replace_from=0, replace_to=1)
+    assert torch.equal(temperatures, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0]))
+    top_k = spread(torch.tensor([50, 9, 4096], dtype=torch.int32), ends, 5)
+    assert top_k.dtype == torch.int32
+    assert top_k.tolist() == [50, 50, 4096, 4096, 4096]
+    assert len(spread(torch.tensor([0.7]), torch.tensor([0], dtype=torch.int32), 0)) == 0

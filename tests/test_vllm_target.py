@@ -5,6 +5,7 @@ import itertools
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,8 +22,10 @@ from engine.runner import ModelRunner
 from engine.types import GenerationRequest, Grammar, InvalidRequest, SamplingParams, TokenChunk
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
+from tests.vllm_exact import too_sure
 
 TOKENS, STREAMS = 32, 4
+PROMPTS = exact.load_prompts(4 * STREAMS)
 ENGINE_ARGS = {"max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
 
 pytestmark = [
@@ -50,10 +53,9 @@ class Pair:
         until(linked, "vLLM has the drafts that it was told of")
 
 
-@pytest.fixture(scope="module")
-def pair(_draft: ModelRunner) -> Iterator[Pair]:
+@contextmanager
+def drafted(_draft: ModelRunner, options: VllmOptions) -> Iterator[Pair]:
     """A target that runs vLLM in fp32, with a draft; audited at the end."""
-    options = VllmOptions(engine_args=ENGINE_ARGS, drafted=True)
     target = VllmTarget(exact.TARGET, "float32", STREAMS, 0.0, options, Placement())
     replica = DraftReplica(ModelDrafter(_draft))
     server = DraftServer("127.0.0.1", 0, replica.add_link)
@@ -61,11 +63,11 @@ def pair(_draft: ModelRunner) -> Iterator[Pair]:
     made.follow(server.address)
     count = itertools.count()
 
-    def drafted() -> bool:
+    def verified() -> bool:
         run(target, [GenerationRequest(f"warm-{next(count)}", (1, 2), SamplingParams(max_tokens=8, ignore_eos=True))])
         return target.stats().verified > 0
 
-    until(drafted, "drafts come: both sides have compiled their loops")
+    until(verified, "drafts come: both sides have compiled their loops")
     yield made
     assert target.wait_idle(PATIENCE_S)
     target.check()
@@ -73,6 +75,19 @@ def pair(_draft: ModelRunner) -> Iterator[Pair]:
     assert not target.alive
     server.stop()
     replica.close()
+
+
+@pytest.fixture(scope="module")
+def pair(_draft: ModelRunner) -> Iterator[Pair]:
+    with drafted(_draft, VllmOptions(engine_args=ENGINE_ARGS, drafted=True)) as made:
+        yield made
+
+
+@pytest.fixture
+def ranks(_draft: ModelRunner) -> Iterator[Pair]:
+    """Two that share a model."""
+    with drafted(_draft, VllmOptions(tensor_parallel_size=2, engine_args=ENGINE_ARGS, drafted=True)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +207,31 @@ def test_what_vllm_samples_is_what_was_asked_for(
     assert re.fullmatch("[ab]{5}", str(tokenizer.decode(regex, skip_special_tokens=True)))
 
 
+def drawn(pair: Pair, name: str, params: SamplingParams) -> list[list[int]]:
+    """Texts that go on from held-out prompts, while drafts come."""
+    before = pair.target.stats()
+    made = [GenerationRequest(f"{name}-{i}", prompt, params) for i, prompt in enumerate(PROMPTS)]
+    texts = [tokens(chunks) for chunks in run(pair.target, made)]
+    assert pair.target.stats().accepted > before.accepted
+    return texts
+
+
+def test_with_drafts_the_likeliest_token_is_drawn_where_no_other_is_allowed(pair: Pair, target: ModelRunner) -> None:
+    greedy = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    plain = exact.run(target, [GenerationRequest(str(i), prompt, greedy) for i, prompt in enumerate(PROMPTS)], batch=8)
+    for name, only in (("top-k", {"top_k": 1}), ("top-p", {"top_p": 1e-6}), ("both", {"top_k": 1, "top_p": 0.5})):
+        texts = drawn(pair, name, replace(greedy, temperature=0.7, **only))
+        assert texts == [generation.tokens for generation in plain]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_with_drafts_tokens_are_drawn_as_likely_as_they_are(
+    pair: Pair, target: ModelRunner, temperature: float
+) -> None:
+    texts = drawn(pair, f"T {temperature}", SamplingParams(temperature, max_tokens=TOKENS, ignore_eos=True))
+    assert abs(too_sure(target, PROMPTS, texts, temperature)) < 5
+
+
 @pytest.mark.parametrize(
     ("params", "resumed", "param"),
     [
@@ -210,3 +250,12 @@ def test_what_it_cannot_do_is_refused_by_name(
     with pytest.raises(InvalidRequest) as refused:
         pair.target.submit(GenerationRequest("refused", (1, 2), params, resumed), lambda chunk: None)
     assert refused.value.param == param
+
+
+def test_of_ranks_that_share_a_model_the_first_is_drafted_for(
+    ranks: Pair, target: ModelRunner, requests: list[GenerationRequest]
+) -> None:
+    plain = exact.run(target, requests, batch=STREAMS)
+    assert [tokens(chunks) for chunks in run(ranks.target, requests)] == [generation.tokens for generation in plain]
+    assert ranks.draft.stats().streams == 1
+    assert ranks.target.stats().accepted > 0

@@ -5,6 +5,7 @@ is killed and started again midway. Then 1,000 requests, after which the draft h
 """
 
 import argparse
+import math
 import re
 import sys
 import tempfile
@@ -15,12 +16,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from benchmarks import vllm_drafts
 from benchmarks.server import free_port
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
+from engine.attention import chain_rows
 from engine.decode import Generation
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
@@ -110,6 +113,21 @@ def margin(runner: ModelRunner, tokens: exact.Tokens) -> float:
     """Distance between the two best scores behind these tokens."""
     (generation,) = exact.run(runner, exact.make_requests([tokens], 0.0, 1), margins=True)
     return generation.margins[0]
+
+
+def too_sure(runner: ModelRunner, prompts: Prompts, texts: Texts, temperature: float) -> float:
+    """By how many standard deviations drawn tokens are likelier than tokens drawn at this temperature are on average."""
+    excess = variance = 0.0
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = [*prompt, *text]
+        lease = runner.pool.lease(len(tokens))
+        logits = runner.forward([chain_rows(lease, 0, tokens[:-1], len(prompt) - 1)])
+        runner.pool.release(lease)
+        logprobs = (logits.double() / temperature).log_softmax(-1)
+        mean = (logprobs.exp() * logprobs).sum(-1)
+        variance += float(((logprobs.exp() * logprobs**2).sum(-1) - mean**2).sum())
+        excess += float((logprobs.gather(-1, torch.tensor(text)[:, None])[:, 0] - mean).sum())
+    return excess / math.sqrt(variance)
 
 
 def left_behind(engine: vllm_drafts.Engine, address: str, prompts: Prompts, requests: int) -> str:

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.bench import many_streams, one_stream
 from benchmarks.bench.checkpoints import PROMPTS, TARGET, Pair, make_pair
-from benchmarks.bench.contenders import VLLM, VLLM_SPECULATIVE, Environments, Notes, Place, Setup
+from benchmarks.bench.contenders import VLLM, VLLM_SPECULATIVE, Environments, Notes, Place, Setup, preloaded
 from benchmarks.bench.one_stream import PROBED, Best, Work
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import Accounting, Limit, Row
@@ -230,6 +230,7 @@ def main(
     degrees = tuple(float(each) for each in temperatures.split(","))
     settings = {"sizes": sizes, "count": count, "warm": warm, "tokens": tokens, "eager": eager, "quick": quick}
     notes.add(conditions(cores, settings))
+    notes.add(f"vLLM has preloaded: {', '.join(path.name for path in preloaded(vllm)) or 'nothing'}")
     tokenizer = load_tokenizer(TARGET)
     prompts = tuple(tuple(tokenizer(json.loads(line))["input_ids"]) for line in PROMPTS.read_text().splitlines())
     if not 0 <= warm < count or count * len(degrees) + PROBED > len(prompts):

@@ -20,9 +20,13 @@ from benchmarks.bench.http_client import Server, closed_loop
 from benchmarks.bench.own import Pipelined, Turns
 from benchmarks.bench.streams import Accounting, Ask, Stream
 from benchmarks.bench.worker import Worker, WorkerError, idle_share
+from benchmarks.server import ROOT
 from cluster.placement import Placement
 
 HERE = Path(__file__).parent
+MENDED = (
+    "cluster.vllm_mended_worker.MendedWorker"  # for vLLM with drafts: else it samples them at temperatures of chance
+)
 SERVED = {"paceline-served-plain": servers.PLAIN, "paceline-served": servers.DRAFTED}
 VLLM, VLLM_SPECULATIVE = "vllm", ("vllm-ngram", "vllm-suffix", "vllm-draft-model")
 TRANSFORMERS, ASSISTED = "transformers", "transformers-assisted"
@@ -101,19 +105,33 @@ def speculation(name: str, k: int, draft: Path) -> dict[str, Any] | None:
 def environment(place: Place) -> dict[str, str]:
     """Variables of a peer's process."""
     return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(len(place.peers)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": "",  # nothing of ours
+    }
+
+
+def vllm_environment(place: Place, python: Path) -> dict[str, str]:
+    """Variables of a process of vLLM's."""
+    return environment(place) | {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.peers)),
         "VLLM_CPU_KVCACHE_SPACE": _KV_GB,
         # vLLM 0.32 can't load what it compiled ahead of time for a CPU, and compiles again on every start; without it,
         # the same compiler keeps its work by itself.
         "VLLM_USE_AOT_COMPILE": "0",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(len(place.peers)),
-        # vLLM's n-gram lookup: a thread of numba's for each core of the machine, on the cores that it has, waited for
+        # Its n-gram lookup: a thread of numba's for each core of the machine, on the cores that it has, waited for
         # each other, on a busy machine for seconds.
         "NUMBA_NUM_THREADS": str(len(place.peers)),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": "",  # nothing of ours
+        "LD_PRELOAD": ":".join(map(str, preloaded(python))),
+        "PYTHONPATH": str(ROOT),  # for MENDED; nothing else of ours
     }
+
+
+def preloaded(python: Path) -> list[Path]:
+    """What vLLM's documentation has preloaded on CPUs, as far as it is there: tcmalloc and Intel's OpenMP."""
+    folder = python.absolute().parents[1]
+    return [*folder.glob("tcmalloc/**/libtcmalloc_minimal.so.4"), *folder.glob("lib/libiomp5.so")]
 
 
 class Peers:
@@ -163,12 +181,13 @@ class Peers:
             draft = str(self._pair.draft) if name == ASSISTED else None
             options: dict[str, Any] = {"target": str(self._pair.target), "draft": draft, "cores": self._place.peers}
             script, python = HERE / "transformers_worker.py", self._environments.transformers
+            variables = environment(self._place)
         else:
             config = speculation(name, k, self._pair.draft)
             options = {"target": str(self._pair.target), "speculation": config, "context": servers.CONTEXT}
-            options |= {"streams": 1, "eager": self._environments.eager}
+            options |= {"streams": 1, "eager": self._environments.eager, "extension": MENDED if config else ""}
             script, python = HERE / "vllm_engine_worker.py", self._environments.vllm
-        variables = environment(self._place) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            variables = vllm_environment(self._place, python) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         log = f"{name}-{k}-{self._pair.params}-{self._place.accounting}"
         return Worker(log, [str(python), str(script), json.dumps(options)], variables, self._out)
 
@@ -233,10 +252,11 @@ def vllm_servers(setup: Setup, keys: Sequence[Key], streams: int) -> Iterator[di
         for some in (keys[i : i + 2] for i in range(0, len(keys), 2)):
             starting = []
             for name, k in some:
-                config, held = json.dumps(speculation(name, k, pair.draft)), stack.enter_context(ExitStack())
-                options = servers.VllmOptions(env.vllm, pair.target, config, streams, env.eager)
-                served = f"{name}-{k}-served"
-                started = held.enter_context(servers.vllm(served, options, environment(setup.place), setup.out))
+                config, held = speculation(name, k, pair.draft), stack.enter_context(ExitStack())
+                more = ("--worker-extension-cls", MENDED, "--speculative-config", json.dumps(config)) if config else ()
+                options = servers.VllmOptions(env.vllm, pair.target, more, streams, env.eager)
+                variables, served = vllm_environment(setup.place, env.vllm), f"{name}-{k}-served"
+                started = held.enter_context(servers.vllm(served, options, variables, setup.out))
                 starting.append(((name, k), held, started))
             for key, held, (server, process) in starting:
                 try:

@@ -14,6 +14,7 @@ from benchmarks.bench.contenders import (
     TRANSFORMERS,
     VLLM,
     Key,
+    Notes,
     Peers,
     Setup,
     vllm_servers,
@@ -65,7 +66,7 @@ def measure(
             served: dict[str, float] = {}
             for streams in load.streams:
                 title = f"{streams} streams, T = {temperature:g}"
-                rounds = take_turns(loops, asks, streams, load, share(), progress, title)
+                rounds = answered(take_turns(loops, asks, streams, load, share(), progress, title), setup.notes, title)
                 yield [
                     {"contender": name, "streams": streams, **common, "loop": "closed"}
                     | many_streams(held)
@@ -122,6 +123,19 @@ def take_turns(
             settle(name)
         progress.advance(task)
     return {name: held[1:] for name, held in rounds.items()}
+
+
+def answered(rounds: dict[str, list[Round]], notes: Notes, title: str) -> dict[str, list[Round]]:
+    """The rounds of those who answered anything. Requests that failed are noted: their tokens are missing in the rates."""
+    answers: dict[str, list[Round]] = {}
+    for name, held in rounds.items():
+        streams = [stream for _, some in held for stream in some]
+        failed = sum(not stream.arrivals for stream in streams)
+        if failed:
+            notes.add(f"{title}: {failed} of {len(streams)} requests to {name} failed")
+        if failed < len(streams):
+            answers[name] = held
+    return answers
 
 
 def settle(name: str) -> None:

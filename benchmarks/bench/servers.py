@@ -49,11 +49,11 @@ def paceline(
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What `vllm serve` serves, and how. speculation: its configuration, as JSON."""
+    """What `vllm serve` serves, and how. arguments: further ones."""
 
     python: Path
     target: Path
-    speculation: str
+    arguments: Sequence[str]
     streams: int
     eager: bool
 
@@ -70,7 +70,7 @@ def vllm(
         *("--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(options.streams)),
         *("--generation-config", "vllm"),
         *(("--enforce-eager",) if options.eager else ()),
-        *(("--speculative-config", options.speculation) if options.speculation != "null" else ()),
+        *options.arguments,
     ]
     with (out / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})

@@ -1,6 +1,7 @@
-"""One vLLM engine in a process of its own: runs in .venv-vllm, without anything of ours in it.
+"""One vLLM engine in a process of its own: runs in .venv-vllm, of ours at most with what mends its sampling.
 
-    python vllm_engine_worker.py '{"target": FOLDER, "speculation": null, "context": 1024, "streams": 1, "eager": false}'
+    python vllm_engine_worker.py '{"target": FOLDER, "speculation": null, "context": 1024, "streams": 1, "eager": false,
+        "extension": ""}'
 
 Each line on standard input asks for prompts to be decoded at the same time, each line on standard output answers with token
 ids and when they came. Where it computes is said by VLLM_CPU_OMP_THREADS_BIND.
@@ -27,6 +28,7 @@ def main() -> None:
         enforce_eager=options["eager"],
         enable_prefix_caching=False,
         speculative_config=options["speculation"],
+        worker_extension_cls=options["extension"],
     ).llm_engine
     answers.write("ready\n")
     answers.flush()
