@@ -6,12 +6,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from deployments.cli_errors import one_line_errors
+from deployments.cli_options import TargetOption
 from engine.checkpoint import MODELS, check_checkpoint, check_pair
 from engine.types import require
-
-TargetOption = Annotated[
-    Path, typer.Option(metavar="DIR", help="checkpoint of the target, if not the bundled one", show_default=False)
-]
 
 
 def train(
