@@ -16,6 +16,7 @@ import ray
 import torch
 
 from cluster.best_place import PLACES, Place
+from cluster.chunk_queue import ChunkQueue
 from cluster.draft import DraftReplica, DraftStats
 from cluster.drafters import DraftConfig, LocalConfig, make_drafter, make_local, make_shared
 from cluster.engines import DraftLinks, Links, Target
@@ -42,7 +43,6 @@ from engine.types import GenerationRequest, TokenChunk
 from engine.window_choice import NamedWindows, WindowName, make_window
 
 logger = logging.getLogger(__name__)
-MAX_CHUNKS = 4096  # chunks that a slow reader may leave unread; the request is cancelled beyond
 _ANNOUNCE_EVERY_S = 0.5
 _WITHDRAW_TIMEOUT_S = 2.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
@@ -101,33 +101,20 @@ class TargetActor:
         sign_s: empty chunks as signs of life, one at the beginning and one whenever nothing came for so long: without
         them, a machine that is lost looks like one that is busy. Raises InvalidRequest, Overloaded or Closed.
         """
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[TokenChunk] = asyncio.Queue()
-        behind = False  # from the first chunk on that found no room
-
-        def sink(chunk: TokenChunk) -> None:
-            nonlocal behind
-            behind = behind or queue.qsize() >= MAX_CHUNKS
-            if behind and chunk.finish_reason is None:
-                self._replica.cancel(request.request_id)
-                return
-            if behind:
-                chunk = TokenChunk(request.request_id, (), (), "error", "the reader fell behind")
-            loop.call_soon_threadsafe(queue.put_nowait, chunk)
-
+        chunks = ChunkQueue(lambda: self._replica.cancel(request.request_id))
         if request.params.grammar is not None:
             await asyncio.to_thread(self._replica.check_request, request)  # compiles it, which others need not wait for
         if request.documents:
-            await asyncio.to_thread(self._replica.submit, request, sink)  # makes an index of them
+            await asyncio.to_thread(self._replica.submit, request, chunks.put)  # makes an index of them
         else:
-            self._replica.submit(request, sink)
+            self._replica.submit(request, chunks.put)
         finished = False
         sign = TokenChunk(request.request_id, (), ())
         try:
             if sign_s is not None:
                 yield sign
             while not finished:
-                chunk = await _next(queue, sign_s) or sign
+                chunk = await _next(chunks, sign_s) or sign
                 finished = chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -252,11 +239,11 @@ def _shared(config: TargetConfig, placement: Placement, cost: CostModel) -> Loca
         return None
 
 
-async def _next(queue: asyncio.Queue[TokenChunk], timeout_s: float | None) -> TokenChunk | None:
+async def _next(chunks: ChunkQueue, timeout_s: float | None) -> TokenChunk | None:
     """The next chunk; None when it takes longer."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await queue.get()
+            return await chunks.get()
     except TimeoutError:
         return None
 

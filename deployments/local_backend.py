@@ -1,13 +1,10 @@
 """One target replica in this process as a backend: serving without Ray, for tests and for a look around."""
 
-import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 
+from cluster.chunk_queue import ChunkQueue
 from cluster.target import TargetReplica
 from engine.types import GenerationRequest, TokenChunk
-
-MAX_CHUNKS = 4096  # that a slow reader may leave unread; the request is cancelled beyond
 
 
 class LocalBackend:
@@ -18,26 +15,12 @@ class LocalBackend:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         """See Backend."""
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[TokenChunk] = asyncio.Queue()
-        behind = False  # from the first chunk on that found no room
-
-        def sink(chunk: TokenChunk) -> None:
-            nonlocal behind
-            behind = behind or queue.qsize() >= MAX_CHUNKS
-            if behind and chunk.finish_reason is None:
-                self._replica.cancel(request.request_id)
-                return
-            if behind:
-                chunk = TokenChunk(request.request_id, (), (), "error", "the reader fell behind")
-            with suppress(RuntimeError):  # the reader's loop has ended
-                loop.call_soon_threadsafe(queue.put_nowait, chunk)
-
-        self._replica.submit(request, sink)
+        chunks = ChunkQueue(lambda: self._replica.cancel(request.request_id))
+        self._replica.submit(request, chunks.put)
         finished = False
         try:
             while not finished:
-                chunk = await queue.get()
+                chunk = await chunks.get()
                 finished = chunk.finish_reason is not None
                 yield chunk
         finally:

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from cluster import actors as actors_module
+from cluster import chunk_queue
 from cluster.actors import TargetActor, TargetConfig, works
 from cluster.draft import DraftReplica, DraftStats
 from cluster.drafters import DraftConfig
@@ -198,7 +199,7 @@ def test_a_bad_request_is_refused_by_name(single: LocalCluster, case: Callable[[
 def test_a_reader_that_falls_behind_loses_its_stream_alone(
     target: ModelRunner, case: Callable[[float], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors_module, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(chunk_queue, "MAX_CHUNKS", 3)
     requests, expected = case(1.0)
     request = replace(requests[0], params=replace(requests[0].params, max_tokens=200))
     replica = TargetReplica(target, exact.goodput())
