@@ -57,7 +57,7 @@ bench: $(VENV)/.installed $(VLLM)/.suffix $(VLLM)/.tcmalloc $(TRANSFORMERS)/.ins
 
 test-vllm: $(VLLM)/.installed-test ## set up and test with a real vLLM: its engine, 'vllm serve', and our server with it
 	$(VLLM)/bin/python -m pytest tests/test_vllm.py tests/test_vllm_page.py tests/test_vllm_target.py \
-		tests/test_vllm_serve.py
+		tests/test_vllm_sampling.py tests/test_vllm_serve.py
 
 exact-vllm: $(VLLM)/.installed-test ## 100 prompts and 1,000 requests to a vLLM with our drafts, killed and restarted midway
 	$(VLLM)/bin/python -m tests.vllm_exact
@@ -107,8 +107,9 @@ $(VLLM)/.suffix: $(VLLM)/.installed
 
 # vLLM's documentation has it preloaded on CPUs: a Debian package, not installed but unpacked. Where that fails, it is left out.
 $(VLLM)/.tcmalloc: $(VLLM)/.installed
-	-cd $(VLLM) && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
-	@touch $@
+	-cd $(VLLM) && rm -f libtcmalloc*.deb && \
+		(apt-get download libtcmalloc-minimal4 || apt-get download libtcmalloc-minimal4t64) && \
+		dpkg -x libtcmalloc*.deb tcmalloc && touch .tcmalloc
 
 $(TRANSFORMERS)/bin/python:
 	$(PYTHON) -m venv $(TRANSFORMERS)

@@ -41,11 +41,10 @@ class Engine:
     name: str
     process: "subprocess.Popen[str]"
 
-    def ask(self, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+    def ask(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Writes so many tokens for each prompt, all at the same time."""
         assert self.process.stdin is not None
-        asked = {"prompts": prompts, "tokens": tokens, "temperature": temperature}
-        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._line())
         return answer

@@ -2,8 +2,8 @@
 
     python vllm_worker.py TARGET '{"method": ...}' CONTEXT STREAMS
 
-Each line on standard input is a JSON object: prompts as token ids, how many tokens to write for each, and the temperature.
-Each answer is a line on standard output.
+Each line on standard input is a JSON object: prompts as token ids, and how many tokens to write for each. Each answer is a
+line on standard output.
 """
 
 import json
@@ -36,7 +36,7 @@ def main() -> None:
     answers.flush()
     for line in sys.stdin:
         asked = json.loads(line)
-        params = SamplingParams(temperature=asked["temperature"], max_tokens=asked["tokens"], ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         before, started = counted(engine), time.monotonic()
         outputs = engine.generate(prompts, params, use_tqdm=False)

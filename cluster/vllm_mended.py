@@ -1,34 +1,46 @@
-"""Sampling of vLLM 0.32 on CPUs, mended: with drafts of any kind, it is wrong at T > 0, and with top-k alone it ends vLLM.
+"""Three faults of vLLM 0.32 on CPUs, mended. Elsewhere nothing is changed. Imports nothing of ours, and vLLM only in `mend`.
 
-What stands there in place of a GPU kernel spreads temperature, top-k and top-p of requests over rows, and writes the answer
-into a copy that nobody reads (https://github.com/vllm-project/vllm/issues/55005): so drafts are verified at temperatures
-that stood in memory by chance. And top-k without top-p takes the largest k of no rows, in a step without drafts.
-Imports nothing of ours, and vLLM only when it is asked to.
+1. With drafts of any kind, they are verified at temperatures, top-k and top-p out of uninitialized memory: what spreads
+   them over rows writes into a copy that nobody reads (https://github.com/vllm-project/vllm/issues/55005).
+2. With drafts of any kind, top-k without top-p ends the engine in the first step without drafts: `max()` of no rows.
+3. A request with a seed at T > 0 ends the engine when its prompt is read in several steps: it wants to rewind what was
+   drawn too early, and generators on CPUs have no offset.
 """
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
+logger = logging.getLogger(__name__)
 
-def mend_sampling() -> bool:
-    """Puts it right in this process, one in which vLLM computes; whether it was wrong here. Once is enough."""
-    from vllm.platforms import current_platform  # type: ignore[import-not-found,unused-ignore]
+
+@cache
+def mend() -> None:
+    """For the process in which vLLM computes. What can't be mended is logged: it stops nothing else."""
+    try:
+        from vllm.platforms import current_platform  # type: ignore[import-not-found,unused-ignore]
+
+        if current_platform.is_cpu():
+            _mend_verification()
+            _mend_seeds()
+    except Exception:
+        logger.exception("vLLM is not mended")
+
+
+def _mend_verification() -> None:
+    """Faults 1 and 2."""
     from vllm.v1.sample import rejection_sampler  # type: ignore[import-not-found,unused-ignore]
 
-    if not current_platform.is_cpu() or _spreads(rejection_sampler.expand_batch_to_tokens):
-        return False
     constrain = rejection_sampler.apply_sampling_constraints
 
-    def constrain_some(logits: "torch.Tensor", *others: Any) -> "torch.Tensor":
-        return constrain(logits, *others) if len(logits) else logits
+    def constrain_rows(logits: "torch.Tensor", *arguments: Any) -> "torch.Tensor":
+        return constrain(logits, *arguments) if len(logits) else logits
 
     rejection_sampler.expand_batch_to_tokens = spread
-    rejection_sampler.apply_sampling_constraints = constrain_some
-    return True
+    rejection_sampler.apply_sampling_constraints = constrain_rows
 
 
 def spread(
@@ -39,9 +51,28 @@ def spread(
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
-def _spreads(expand: "Callable[..., torch.Tensor]") -> bool:
-    """Whether the temperatures of two requests reach their rows."""
-    import torch
+def _mend_seeds() -> None:
+    """Fault 3: generators of requests whose prompt is not read yet are as they were before the step."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # type: ignore[import-not-found,unused-ignore]
 
-    rows = expand(torch.tensor([0.5, 0.0]), torch.tensor([1, 3], dtype=torch.int32), 3, replace_from=0, replace_to=1)
-    return bool(rows.tolist() == [0.5, 1.0, 1.0])
+    sample, book = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
+
+    def sample_and_rewind(runner: Any, *arguments: Any) -> Any:
+        generators = runner.input_batch.generators
+        unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+        states = {row: generators[row].get_state() for row in unread if row in generators}
+        output = sample(runner, *arguments)
+        for row, state in states.items():
+            generators[row].set_state(state)
+        return output
+
+    def book_without_rewinding(runner: Any, *arguments: Any) -> Any:
+        batch = runner.input_batch
+        generators, batch.generators = batch.generators, {}
+        try:
+            return book(runner, *arguments)
+        finally:
+            batch.generators = generators
+
+    GPUModelRunner._sample = sample_and_rewind
+    GPUModelRunner._bookkeeping_sync = book_without_rewinding

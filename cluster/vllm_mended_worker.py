@@ -1,13 +1,13 @@
-"""vLLM's workers with their sampling mended where no draft of ours does it: see cluster.vllm_mended.
+"""vLLM's workers, mended where no draft of ours does it: see cluster.vllm_mended.
 
     vllm serve MODEL --worker-extension-cls cluster.vllm_mended_worker.MendedWorker
 
-vLLM imports this in each worker's process, once its own replacements of kernels are in place.
+vLLM imports this in each worker's process, before it makes the worker.
 """
 
-from cluster.vllm_mended import mend_sampling
+from cluster.vllm_mended import mend
 
-mend_sampling()
+mend()
 
 
 class MendedWorker:

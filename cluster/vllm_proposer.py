@@ -25,7 +25,7 @@ from cluster.content import ContentSessions
 from cluster.grpc_link import ClientLink, connect
 from cluster.link import LinkError
 from cluster.target_state import TargetState
-from cluster.vllm_mended import mend_sampling
+from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
 from engine.types import IntArray
 
@@ -65,10 +65,7 @@ class RemoteProposer:
             float(os.environ.get(WAIT_MS, "3")) / 1000,
         )
         self._proposals = Proposals(options) if _answers() else None
-        if mend_sampling():
-            logger.info(
-                "vLLM's sampling with drafts on CPUs is mended: https://github.com/vllm-project/vllm/issues/55005"
-            )
+        mend()
 
     def load_model(self, *arguments: Any, **more: Any) -> None:
         """For vLLM; there is nothing to load."""

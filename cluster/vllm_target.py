@@ -258,7 +258,8 @@ async def _start(arguments: dict[str, Any], counted: VllmCounts, placement: Plac
     """vLLM's engine, loaded. On the loop that it will run on; blocks that."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has threads
     # As many threads as OMP_NUM_THREADS says, unless they are pinned.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _binding(placement.cores, arguments["tensor_parallel_size"]))
+    ranks = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(placement.cores, ranks))
     from vllm import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]
     from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found,unused-ignore]
 
@@ -267,8 +268,8 @@ async def _start(arguments: dict[str, Any], counted: VllmCounts, placement: Plac
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda config, index: counted])
 
 
-def _binding(cores: Sequence[int], ranks: int) -> str:
-    """How vLLM is told of cores: as many for each rank, ranks apart by bars."""
+def binding(cores: Sequence[int], ranks: int) -> str:
+    """How vLLM is told of cores: as many for each rank, ranks apart by bars; "nobind" where they are too few."""
     each = len(cores) // ranks
     shares = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)] if each else []
     return "|".join(",".join(map(str, share)) for share in shares) or "nobind"

@@ -1,5 +1,6 @@
 """What `make bench` counts, and what it makes of it: rows, the picture, arrivals of an open loop; and nothing grows."""
 
+import asyncio
 import json
 import math
 import sys
@@ -8,19 +9,22 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from benchmarks import memory
 from benchmarks.bench.__main__ import Budget, Results
 from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.contenders import Environments, Notes, Peers, Place, Setup
 from benchmarks.bench.equality import compare
-from benchmarks.bench.http_client import arrival_times
+from benchmarks.bench.http_client import Server, arrival_times, closed_loop
 from benchmarks.bench.many_streams import answered
 from benchmarks.bench.one_stream import Best
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import (
     KEYS,
     OPEN,
+    Ask,
     Limit,
     Row,
     Stream,
@@ -170,6 +174,25 @@ def test_a_run_that_goes_on_knows_the_best_number_of_draft_tokens_of_each_target
     ]
     assert Best.known(rows, 11_000_000).vllm == {("vllm-ngram", 0.0): 3, ("vllm-ngram", 1.0): 2}
     assert Best.known(rows, 1).vllm == {}
+
+
+def test_an_answer_without_text_is_an_answer() -> None:
+    events = [
+        {"choices": [{"text": "", "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"completion_tokens": 1}},
+    ]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="".join(f"data: {json.dumps(event)}\n\n" for event in events))
+
+    async def asked() -> tuple[float, list[Stream]]:
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        async with TestServer(app) as server:
+            return await closed_loop(Server(str(server.make_url("")).rstrip("/"), "any"), [Ask((1,), 0, 1.0, 8)], 1)
+
+    _, [stream] = asyncio.run(asked())
+    assert stream.count == 1
 
 
 def test_who_answers_nothing_has_no_row_and_failed_requests_are_noted(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from cluster.link import LinkError
 from cluster.target_state import TargetState
 from cluster.vllm_mended import spread
 from cluster.vllm_proposer import Proposals, ProposerOptions
+from cluster.vllm_target import binding
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
@@ -264,6 +265,13 @@ def test_a_port_that_is_taken_is_told(closing: ExitStack) -> None:
     closing.callback(held.stop)
     with pytest.raises(LinkError, match="cannot listen"):
         DraftServer("127.0.0.1", int(held.address.rpartition(":")[2]), lambda link: None)
+
+
+def test_vllm_is_told_of_cores_by_rank() -> None:
+    assert binding((0, 1, 2, 3), 2) == "0,1|2,3"
+    assert binding((4, 5), 1) == "4,5"
+    assert binding((0, 1, 2), 2) == "0|1"
+    assert binding((0,), 2) == binding((), 1) == "nobind"
 
 
 def test_what_requests_want_is_spread_over_their_rows() -> None:

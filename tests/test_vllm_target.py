@@ -1,32 +1,21 @@
 """vLLM as the engine of a target replica, with our draft: one engine for all tests of this file."""
 
 import importlib.util
-import itertools
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cluster.draft import DraftReplica
-from cluster.grpc_server import DraftServer
-from cluster.placement import Placement
-from cluster.registry import DraftEntry
-from cluster.vllm_options import VllmOptions
-from cluster.vllm_target import VllmTarget
-from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, Grammar, InvalidRequest, SamplingParams, TokenChunk
 from tests import exact
-from tests.cluster_fixtures import PATIENCE_S, until
-from tests.vllm_exact import too_sure
+from tests.cluster_fixtures import PATIENCE_S
+from tests.vllm_targets import STREAMS, Pair, drafted, run, tokens
 
-TOKENS, STREAMS = 32, 4
-PROMPTS = exact.load_prompts(4 * STREAMS)
-ENGINE_ARGS = {"max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
+TOKENS = 32
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM in this environment: make test-vllm"),
@@ -35,87 +24,22 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """vLLM with our draft."""
-
-    target: VllmTarget
-    draft: DraftReplica
-    address: str
-
-    def follow(self, *addresses: str) -> None:
-        """Until so many drafts are linked."""
-
-        def linked() -> bool:
-            self.target.follow([DraftEntry(address, address, 0) for address in addresses])
-            return self.target.stats().drafts == len(addresses)
-
-        until(linked, "vLLM has the drafts that it was told of")
-
-
-@contextmanager
-def drafted(_draft: ModelRunner, options: VllmOptions) -> Iterator[Pair]:
-    """A target that runs vLLM in fp32, with a draft; audited at the end."""
-    target = VllmTarget(exact.TARGET, "float32", STREAMS, 0.0, options, Placement())
-    replica = DraftReplica(ModelDrafter(_draft))
-    server = DraftServer("127.0.0.1", 0, replica.add_link)
-    made = Pair(target, replica, server.address)
-    made.follow(server.address)
-    count = itertools.count()
-
-    def verified() -> bool:
-        run(target, [GenerationRequest(f"warm-{next(count)}", (1, 2), SamplingParams(max_tokens=8, ignore_eos=True))])
-        return target.stats().verified > 0
-
-    until(verified, "drafts come: both sides have compiled their loops")
-    yield made
-    assert target.wait_idle(PATIENCE_S)
-    target.check()
-    target.close()
-    assert not target.alive
-    server.stop()
-    replica.close()
-
-
 @pytest.fixture(scope="module")
 def pair(_draft: ModelRunner) -> Iterator[Pair]:
-    with drafted(_draft, VllmOptions(engine_args=ENGINE_ARGS, drafted=True)) as made:
+    with drafted(_draft) as made:
         yield made
 
 
 @pytest.fixture
 def ranks(_draft: ModelRunner) -> Iterator[Pair]:
     """Two that share a model."""
-    with drafted(_draft, VllmOptions(tensor_parallel_size=2, engine_args=ENGINE_ARGS, drafted=True)) as made:
+    with drafted(_draft, tensor_parallel_size=2) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def requests() -> list[GenerationRequest]:
     return exact.make_requests(exact.load_prompts(STREAMS), 0.0, TOKENS)
-
-
-def run(target: VllmTarget, requests: Sequence[GenerationRequest]) -> list[list[TokenChunk]]:
-    """The chunks of each request, all at the same time."""
-    chunks: dict[str, list[TokenChunk]] = {request.request_id: [] for request in requests}
-    left = {request.request_id for request in requests}
-    ended = threading.Event()
-
-    def sink(chunk: TokenChunk) -> None:
-        chunks[chunk.request_id].append(chunk)
-        if chunk.finish_reason is not None:
-            left.discard(chunk.request_id)
-        if not left:
-            ended.set()
-
-    for request in requests:
-        target.submit(request, sink)
-    assert ended.wait(PATIENCE_S), f"{left} did not end"
-    return list(chunks.values())
-
-
-def tokens(chunks: Sequence[TokenChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.tokens]
 
 
 def named(request: GenerationRequest, name: str, **params: object) -> GenerationRequest:
@@ -205,31 +129,6 @@ def test_what_vllm_samples_is_what_was_asked_for(
     assert plain[4:6] not in [banned[at : at + 2] for at in range(len(banned))]
     assert len(long) > len(short) == plain.index(plain[3]) + 1
     assert re.fullmatch("[ab]{5}", str(tokenizer.decode(regex, skip_special_tokens=True)))
-
-
-def drawn(pair: Pair, name: str, params: SamplingParams) -> list[list[int]]:
-    """Texts that go on from held-out prompts, while drafts come."""
-    before = pair.target.stats()
-    made = [GenerationRequest(f"{name}-{i}", prompt, params) for i, prompt in enumerate(PROMPTS)]
-    texts = [tokens(chunks) for chunks in run(pair.target, made)]
-    assert pair.target.stats().accepted > before.accepted
-    return texts
-
-
-def test_with_drafts_the_likeliest_token_is_drawn_where_no_other_is_allowed(pair: Pair, target: ModelRunner) -> None:
-    greedy = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    plain = exact.run(target, [GenerationRequest(str(i), prompt, greedy) for i, prompt in enumerate(PROMPTS)], batch=8)
-    for name, only in (("top-k", {"top_k": 1}), ("top-p", {"top_p": 1e-6}), ("both", {"top_k": 1, "top_p": 0.5})):
-        texts = drawn(pair, name, replace(greedy, temperature=0.7, **only))
-        assert texts == [generation.tokens for generation in plain]
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_with_drafts_tokens_are_drawn_as_likely_as_they_are(
-    pair: Pair, target: ModelRunner, temperature: float
-) -> None:
-    texts = drawn(pair, f"T {temperature}", SamplingParams(temperature, max_tokens=TOKENS, ignore_eos=True))
-    assert abs(too_sure(target, PROMPTS, texts, temperature)) < 5
 
 
 @pytest.mark.parametrize(

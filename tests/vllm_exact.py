@@ -27,6 +27,8 @@ from engine.attention import chain_rows
 from engine.decode import Generation
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
+from engine.sampling import restrict
+from engine.types import SamplingParams
 from tests import exact
 from tests.cluster_fixtures import until
 
@@ -115,17 +117,18 @@ def margin(runner: ModelRunner, tokens: exact.Tokens) -> float:
     return generation.margins[0]
 
 
-def too_sure(runner: ModelRunner, prompts: Prompts, texts: Texts, temperature: float) -> float:
-    """By how many standard deviations drawn tokens are likelier than tokens drawn at this temperature are on average."""
+def too_sure(runner: ModelRunner, prompts: Prompts, texts: Texts, params: SamplingParams) -> float:
+    """By how many standard deviations drawn tokens are likelier than what is drawn with these parameters is on average."""
     excess = variance = 0.0
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = [*prompt, *text]
         lease = runner.pool.lease(len(tokens))
         logits = runner.forward([chain_rows(lease, 0, tokens[:-1], len(prompt) - 1)])
         runner.pool.release(lease)
-        logprobs = (logits.double() / temperature).log_softmax(-1)
-        mean = (logprobs.exp() * logprobs).sum(-1)
-        variance += float(((logprobs.exp() * logprobs**2).sum(-1) - mean**2).sum())
+        logprobs = restrict(logits.double() / params.temperature, params).log_softmax(-1)
+        shares, finite = logprobs.exp(), logprobs.clamp_min(-1e3)  # 0 times infinity is 0 here
+        mean = (shares * finite).sum(-1)
+        variance += float(((shares * finite**2).sum(-1) - mean**2).sum())
         excess += float((logprobs.gather(-1, torch.tensor(text)[:, None])[:, 0] - mean).sum())
     return excess / math.sqrt(variance)
 

@@ -24,9 +24,8 @@ from benchmarks.server import ROOT
 from cluster.placement import Placement
 
 HERE = Path(__file__).parent
-MENDED = (
-    "cluster.vllm_mended_worker.MendedWorker"  # for vLLM with drafts: else it samples them at temperatures of chance
-)
+# Of vLLM's workers: without it, vLLM ends on a CPU at T > 0, or draws at temperatures of chance.
+MENDED = "cluster.vllm_mended_worker.MendedWorker"
 SERVED = {"paceline-served-plain": servers.PLAIN, "paceline-served": servers.DRAFTED}
 VLLM, VLLM_SPECULATIVE = "vllm", ("vllm-ngram", "vllm-suffix", "vllm-draft-model")
 TRANSFORMERS, ASSISTED = "transformers", "transformers-assisted"
@@ -124,6 +123,9 @@ def vllm_environment(place: Place, python: Path) -> dict[str, str]:
         # each other, on a busy machine for seconds.
         "NUMBA_NUM_THREADS": str(len(place.peers)),
         "LD_PRELOAD": ":".join(map(str, preloaded(python))),
+        # Of Intel's OpenMP, as vLLM sets them for workers in processes of their own.
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
         "PYTHONPATH": str(ROOT),  # for MENDED; nothing else of ours
     }
 
@@ -185,7 +187,8 @@ class Peers:
         else:
             config = speculation(name, k, self._pair.draft)
             options = {"target": str(self._pair.target), "speculation": config, "context": servers.CONTEXT}
-            options |= {"streams": 1, "eager": self._environments.eager, "extension": MENDED if config else ""}
+            options |= {"streams": 1, "eager": self._environments.eager, "extension": MENDED}
+            options |= {"cores": self._place.peers}
             script, python = HERE / "vllm_engine_worker.py", self._environments.vllm
             variables = vllm_environment(self._place, python) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         log = f"{name}-{k}-{self._pair.params}-{self._place.accounting}"
@@ -253,8 +256,9 @@ def vllm_servers(setup: Setup, keys: Sequence[Key], streams: int) -> Iterator[di
             starting = []
             for name, k in some:
                 config, held = speculation(name, k, pair.draft), stack.enter_context(ExitStack())
-                more = ("--worker-extension-cls", MENDED, "--speculative-config", json.dumps(config)) if config else ()
-                options = servers.VllmOptions(env.vllm, pair.target, more, streams, env.eager)
+                more = ("--speculative-config", json.dumps(config)) if config else ()
+                arguments = ("--worker-extension-cls", MENDED, *more)
+                options = servers.VllmOptions(env.vllm, pair.target, arguments, streams, env.eager)
                 variables, served = vllm_environment(setup.place, env.vllm), f"{name}-{k}-served"
                 started = held.enter_context(servers.vllm(served, options, variables, setup.out))
                 starting.append(((name, k), held, started))

@@ -48,8 +48,9 @@ async def ask_one(session: aiohttp.ClientSession, server: Server, ask: Ask) -> S
                 now = time.monotonic() - started
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
-                    text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
-                    if text:
+                    choices = event.get("choices", ())
+                    text = "".join(choice.get("text") or "" for choice in choices)
+                    if text or any(choice.get("finish_reason") for choice in choices):  # an end token has no text
                         pieces.append((now, text))
                     total = (event.get("usage") or {}).get("completion_tokens", total)
     except aiohttp.ClientError:

@@ -147,7 +147,8 @@ def settle(name: str) -> None:
 def requests_per_s(rounds: dict[str, list[Round]]) -> dict[str, float]:
     """What each of them served."""
     return {
-        name: sum(len(streams) for _, streams in held) / sum(seconds for seconds, _ in held)
+        name: sum(bool(stream.arrivals) for _, streams in held for stream in streams)
+        / sum(seconds for seconds, _ in held)
         for name, held in rounds.items()
         if held
     }

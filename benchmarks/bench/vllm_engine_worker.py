@@ -1,13 +1,14 @@
-"""One vLLM engine in a process of its own: runs in .venv-vllm, of ours at most with what mends its sampling.
+"""One vLLM engine in a process of its own: runs in .venv-vllm, of ours only with what mends it on CPUs.
 
     python vllm_engine_worker.py '{"target": FOLDER, "speculation": null, "context": 1024, "streams": 1, "eager": false,
-        "extension": ""}'
+        "extension": CLASS, "cores": [0]}'
 
 Each line on standard input asks for prompts to be decoded at the same time, each line on standard output answers with token
-ids and when they came. Where it computes is said by VLLM_CPU_OMP_THREADS_BIND.
+ids and when they came.
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -18,6 +19,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     answers = sys.stdout
     sys.stdout = sys.stderr  # vLLM prints
+    os.sched_setaffinity(0, options["cores"])
     from vllm import LLM  # type: ignore[import-not-found,unused-ignore]
 
     engine = LLM(

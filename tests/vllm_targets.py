@@ -1,0 +1,105 @@
+"""vLLM as the engine of a target replica, for the tests that need it."""
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cluster.draft import DraftReplica
+from cluster.grpc_server import DraftServer
+from cluster.placement import Placement
+from cluster.registry import DraftEntry
+from cluster.vllm_options import VllmOptions
+from cluster.vllm_target import VllmTarget
+from engine.drafters.model import ModelDrafter
+from engine.runner import ModelRunner
+from engine.types import GenerationRequest, SamplingParams, TokenChunk
+from tests import exact
+from tests.cluster_fixtures import PATIENCE_S, until
+
+STREAMS = 4
+# So few tokens in a step that prompts which come together are read in several.
+ENGINE_ARGS = {
+    "max_model_len": 512,
+    "max_num_batched_tokens": 128,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 28,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """vLLM with our draft."""
+
+    target: VllmTarget
+    draft: DraftReplica
+    address: str
+
+    def follow(self, *addresses: str) -> None:
+        """Until so many drafts are linked."""
+
+        def linked() -> bool:
+            self.target.follow([DraftEntry(address, address, 0) for address in addresses])
+            return self.target.stats().drafts == len(addresses)
+
+        until(linked, "vLLM has the drafts that it was told of")
+
+
+@contextmanager
+def alone(options: VllmOptions) -> Iterator[VllmTarget]:
+    """A target that runs vLLM in fp32, audited at the end."""
+    target = VllmTarget(exact.TARGET, "float32", STREAMS, 0.0, options, Placement())
+    yield target
+    assert target.wait_idle(PATIENCE_S)
+    target.check()
+    target.close()
+    assert not target.alive
+
+
+@contextmanager
+def drafted(draft: ModelRunner, tensor_parallel_size: int = 1) -> Iterator[Pair]:
+    """The same with a draft of ours."""
+    with alone(VllmOptions(tensor_parallel_size, ENGINE_ARGS, drafted=True)) as target:
+        yield from _followed(target, draft)
+
+
+def _followed(target: VllmTarget, draft: ModelRunner) -> Iterator[Pair]:
+    replica = DraftReplica(ModelDrafter(draft))
+    server = DraftServer("127.0.0.1", 0, replica.add_link)
+    made = Pair(target, replica, server.address)
+    made.follow(server.address)
+    count = itertools.count()
+
+    def verified() -> bool:
+        run(target, [GenerationRequest(f"warm-{next(count)}", (1, 2), SamplingParams(max_tokens=8, ignore_eos=True))])
+        return target.stats().verified > 0
+
+    until(verified, "drafts come: both sides have compiled their loops")
+    yield made
+    assert target.wait_idle(PATIENCE_S)
+    server.stop()
+    replica.close()
+
+
+def run(target: VllmTarget, requests: Sequence[GenerationRequest]) -> list[list[TokenChunk]]:
+    """The chunks of each request, all at the same time."""
+    chunks: dict[str, list[TokenChunk]] = {request.request_id: [] for request in requests}
+    left = {request.request_id for request in requests}
+    ended = threading.Event()
+
+    def sink(chunk: TokenChunk) -> None:
+        chunks[chunk.request_id].append(chunk)
+        if chunk.finish_reason is not None:
+            left.discard(chunk.request_id)
+        if not left:
+            ended.set()
+
+    for request in requests:
+        target.submit(request, sink)
+    assert ended.wait(PATIENCE_S), f"{left} did not end"
+    return list(chunks.values())
+
+
+def tokens(chunks: Sequence[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.tokens]
