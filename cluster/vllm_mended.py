@@ -15,19 +15,25 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+_FAULTY = "0.32."
 
 
 @cache
 def mend() -> None:
-    """For the process in which vLLM computes. What can't be mended is logged: it stops nothing else."""
+    """For the process in which vLLM computes. A failure is logged, and stops nothing else."""
     try:
+        from vllm import __version__  # type: ignore[import-not-found,unused-ignore]
         from vllm.platforms import current_platform  # type: ignore[import-not-found,unused-ignore]
 
-        if current_platform.is_cpu():
+        if not current_platform.is_cpu():
+            return
+        if __version__.startswith(_FAULTY):
             _mend_verification()
             _mend_seeds()
+        else:
+            logger.warning("vLLM %s is not mended: of %s it is known what is wrong on CPUs", __version__, _FAULTY)
     except Exception:
-        logger.exception("vLLM is not mended")
+        logger.exception("vLLM is not mended, or not in all")
 
 
 def _mend_verification() -> None:
@@ -36,8 +42,8 @@ def _mend_verification() -> None:
 
     constrain = rejection_sampler.apply_sampling_constraints
 
-    def constrain_rows(logits: "torch.Tensor", *arguments: Any) -> "torch.Tensor":
-        return constrain(logits, *arguments) if len(logits) else logits
+    def constrain_rows(logits: "torch.Tensor", *arguments: Any, **more: Any) -> "torch.Tensor":
+        return constrain(logits, *arguments, **more) if len(logits) else logits
 
     rejection_sampler.expand_batch_to_tokens = spread
     rejection_sampler.apply_sampling_constraints = constrain_rows
@@ -57,20 +63,20 @@ def _mend_seeds() -> None:
 
     sample, book = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
 
-    def sample_and_rewind(runner: Any, *arguments: Any) -> Any:
+    def sample_and_rewind(runner: Any, *arguments: Any, **more: Any) -> Any:
         generators = runner.input_batch.generators
         unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
         states = {row: generators[row].get_state() for row in unread if row in generators}
-        output = sample(runner, *arguments)
+        output = sample(runner, *arguments, **more)
         for row, state in states.items():
             generators[row].set_state(state)
         return output
 
-    def book_without_rewinding(runner: Any, *arguments: Any) -> Any:
+    def book_without_rewinding(runner: Any, *arguments: Any, **more: Any) -> Any:
         batch = runner.input_batch
         generators, batch.generators = batch.generators, {}
         try:
-            return book(runner, *arguments)
+            return book(runner, *arguments, **more)
         finally:
             batch.generators = generators
 

@@ -11,13 +11,22 @@ from cluster.vllm_target import VllmTarget
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams
 from tests import exact
-from tests.vllm_exact import too_sure
-from tests.vllm_targets import ENGINE_ARGS, STREAMS, alone, drafted, run, tokens
+from tests.vllm_exact import parted
+from tests.vllm_targets import ENGINE_ARGS, STREAMS, alone, drafted, likelihood_z, run, tokens
 
 TOKENS = 48
 PROMPTS = exact.load_prompts(4 * STREAMS)
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+OWN: dict[str, dict[str, object]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 3},
+    "draft model": {
+        "method": "draft_model",
+        "model": str(exact.DRAFT),
+        "draft_sample_method": "probabilistic",
+        "num_speculative_tokens": 3,
+    },
+    "none": {},
+}
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM in this environment: make test-vllm"),
@@ -26,16 +35,17 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["ours", "ngram", "none"])
+@pytest.fixture(scope="module", params=["ours", *OWN])
 def sampled(request: pytest.FixtureRequest, _draft: ModelRunner) -> Iterator[tuple[VllmTarget, bool]]:
     """A target, and whether anything drafts for it."""
     if request.param == "ours":
         with drafted(_draft) as pair:
             yield pair.target, True
     else:
-        own = {"speculative_config": NGRAM} if request.param == "ngram" else {}
+        config = OWN[request.param]
+        own = {"speculative_config": config} if config else {}
         with alone(VllmOptions(engine_args={**ENGINE_ARGS, **own})) as target:
-            yield target, bool(own)
+            yield target, bool(config)
 
 
 def draw(target: VllmTarget, name: str, params: SamplingParams) -> list[list[int]]:
@@ -51,7 +61,8 @@ def test_the_likeliest_token_is_drawn_where_no_other_is_allowed(
     allowed: dict[str, dict[str, float]] = {"top-k": {"top_k": 1}, "top-p": {"top_p": 1e-6}}
     for name, only in allowed.items():
         texts = draw(sampled[0], name, replace(GREEDY, temperature=0.7, **only))  # type: ignore[arg-type]
-        assert texts == [generation.tokens for generation in plain]
+        differ = parted(texts, [generation.tokens for generation in plain], PROMPTS)
+        assert all(margin <= exact.TIE for _, margin in differ)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +78,10 @@ def test_tokens_are_drawn_as_likely_as_they_are(
     sampled: tuple[VllmTarget, bool], target: ModelRunner, params: SamplingParams
 ) -> None:
     engine, drafts = sampled
-    before = engine.stats().verified
+    before = engine.stats().accepted
     texts = draw(engine, f"T {params.temperature}", params)
-    assert not drafts or engine.stats().verified - before > 50
-    assert abs(too_sure(target, PROMPTS, texts, params)) < 5
+    assert (engine.stats().accepted > before) == drafts
+    assert abs(likelihood_z(target, PROMPTS, texts, params)) < 5
 
 
 @pytest.mark.parametrize("sampled", ["none"], indirect=True)  # how many drafts come shifts what is drawn

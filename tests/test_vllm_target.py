@@ -1,6 +1,7 @@
 """vLLM as the engine of a target replica, with our draft: one engine for all tests of this file."""
 
 import importlib.util
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -31,9 +32,10 @@ def pair(_draft: ModelRunner) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def ranks(_draft: ModelRunner) -> Iterator[Pair]:
-    """Two that share a model."""
-    with drafted(_draft, tensor_parallel_size=2) as made:
+def ranks(_draft: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Two that share a model, each with a core, where there are as many."""
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # the other engine's
+    with drafted(_draft, tensor_parallel_size=2, cores=tuple(sorted(os.sched_getaffinity(0))[:2])) as made:
         yield made
 
 

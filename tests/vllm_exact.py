@@ -5,7 +5,6 @@ is killed and started again midway. Then 1,000 requests, after which the draft h
 """
 
 import argparse
-import math
 import re
 import sys
 import tempfile
@@ -16,19 +15,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from benchmarks import vllm_drafts
 from benchmarks.server import free_port
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
-from engine.attention import chain_rows
 from engine.decode import Generation
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
-from engine.sampling import restrict
-from engine.types import SamplingParams
 from tests import exact
 from tests.cluster_fixtures import until
 
@@ -115,22 +110,6 @@ def margin(runner: ModelRunner, tokens: exact.Tokens) -> float:
     """Distance between the two best scores behind these tokens."""
     (generation,) = exact.run(runner, exact.make_requests([tokens], 0.0, 1), margins=True)
     return generation.margins[0]
-
-
-def too_sure(runner: ModelRunner, prompts: Prompts, texts: Texts, params: SamplingParams) -> float:
-    """By how many standard deviations drawn tokens are likelier than what is drawn with these parameters is on average."""
-    excess = variance = 0.0
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens = [*prompt, *text]
-        lease = runner.pool.lease(len(tokens))
-        logits = runner.forward([chain_rows(lease, 0, tokens[:-1], len(prompt) - 1)])
-        runner.pool.release(lease)
-        logprobs = restrict(logits.double() / params.temperature, params).log_softmax(-1)
-        shares, finite = logprobs.exp(), logprobs.clamp_min(-1e3)  # 0 times infinity is 0 here
-        mean = (shares * finite).sum(-1)
-        variance += float(((shares * finite**2).sum(-1) - mean**2).sum())
-        excess += float((logprobs.gather(-1, torch.tensor(text)[:, None])[:, 0] - mean).sum())
-    return excess / math.sqrt(variance)
 
 
 def left_behind(engine: vllm_drafts.Engine, address: str, prompts: Prompts, requests: int) -> str:

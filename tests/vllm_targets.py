@@ -1,10 +1,13 @@
 """vLLM as the engine of a target replica, for the tests that need it."""
 
-import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
+
+import torch
 
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
@@ -12,13 +15,16 @@ from cluster.placement import Placement
 from cluster.registry import DraftEntry
 from cluster.vllm_options import VllmOptions
 from cluster.vllm_target import VllmTarget
+from engine.attention import chain_rows
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
+from engine.sampling import restrict
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 
 STREAMS = 4
+_numbers = count()  # of requests that warm up
 # So few tokens in a step that prompts which come together are read in several.
 ENGINE_ARGS = {
     "max_model_len": 512,
@@ -47,39 +53,57 @@ class Pair:
 
 
 @contextmanager
-def alone(options: VllmOptions) -> Iterator[VllmTarget]:
+def alone(options: VllmOptions, cores: tuple[int, ...] = ()) -> Iterator[VllmTarget]:
     """A target that runs vLLM in fp32, audited at the end."""
-    target = VllmTarget(exact.TARGET, "float32", STREAMS, 0.0, options, Placement())
-    yield target
-    assert target.wait_idle(PATIENCE_S)
-    target.check()
-    target.close()
+    target = VllmTarget(exact.TARGET, "float32", STREAMS, 0.0, options, Placement(cores))
+    try:
+        yield target
+        assert target.wait_idle(PATIENCE_S)
+        target.check()
+    finally:
+        target.close()
     assert not target.alive
 
 
 @contextmanager
-def drafted(draft: ModelRunner, tensor_parallel_size: int = 1) -> Iterator[Pair]:
+def drafted(draft: ModelRunner, tensor_parallel_size: int = 1, cores: tuple[int, ...] = ()) -> Iterator[Pair]:
     """The same with a draft of ours."""
-    with alone(VllmOptions(tensor_parallel_size, ENGINE_ARGS, drafted=True)) as target:
-        yield from _followed(target, draft)
-
-
-def _followed(target: VllmTarget, draft: ModelRunner) -> Iterator[Pair]:
     replica = DraftReplica(ModelDrafter(draft))
     server = DraftServer("127.0.0.1", 0, replica.add_link)
-    made = Pair(target, replica, server.address)
-    made.follow(server.address)
-    count = itertools.count()
+    try:
+        with alone(VllmOptions(tensor_parallel_size, ENGINE_ARGS, drafted=True), cores) as target:
+            made = Pair(target, replica, server.address)
+            made.follow(server.address)
+            until(lambda: verified(target), "drafts come: both sides have compiled their loops")
+            yield made
+    finally:
+        server.stop()
+        replica.close()
 
-    def verified() -> bool:
-        run(target, [GenerationRequest(f"warm-{next(count)}", (1, 2), SamplingParams(max_tokens=8, ignore_eos=True))])
-        return target.stats().verified > 0
 
-    until(verified, "drafts come: both sides have compiled their loops")
-    yield made
-    assert target.wait_idle(PATIENCE_S)
-    server.stop()
-    replica.close()
+def verified(target: VllmTarget) -> bool:
+    """Whether it ever had drafts to verify; a short request may be the one that does."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    run(target, [GenerationRequest(f"warm-{next(_numbers)}", (1, 2), params)])
+    return target.stats().verified > 0
+
+
+def likelihood_z(
+    runner: ModelRunner, prompts: Sequence[exact.Tokens], texts: Sequence[Sequence[int]], params: SamplingParams
+) -> float:
+    """The z-score of the drawn tokens' log probabilities against what they are on average under these parameters."""
+    excess = variance = 0.0
+    for prompt, text in zip(prompts, texts, strict=True):
+        known = [*prompt, *text]
+        lease = runner.pool.lease(len(known))
+        logits = runner.forward([chain_rows(lease, 0, known[:-1], len(prompt) - 1)])
+        runner.pool.release(lease)
+        logprobs = restrict(logits.double() / params.temperature, params).log_softmax(-1)
+        shares, finite = logprobs.exp(), logprobs.clamp_min(-1e3)  # 0 times infinity is 0 here
+        mean = (shares * finite).sum(-1)
+        variance += float(((shares * finite**2).sum(-1) - mean**2).sum())
+        excess += float((logprobs.gather(-1, torch.tensor(text)[:, None])[:, 0] - mean).sum())
+    return excess / math.sqrt(variance)
 
 
 def run(target: VllmTarget, requests: Sequence[GenerationRequest]) -> list[list[TokenChunk]]:

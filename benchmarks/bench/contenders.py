@@ -96,7 +96,8 @@ def speculation(name: str, k: int, draft: Path) -> dict[str, Any] | None:
     kinds: dict[str, dict[str, Any]] = {
         "vllm-ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
         "vllm-suffix": {"method": "suffix"},
-        "vllm-draft-model": {"method": "draft_model", "model": str(draft)},
+        # Drafts drawn at the request's temperature, and verified by what they had: by default they are its likeliest.
+        "vllm-draft-model": {"method": "draft_model", "model": str(draft), "draft_sample_method": "probabilistic"},
     }
     return {**kinds[name], "num_speculative_tokens": k} if name in kinds else None
 
