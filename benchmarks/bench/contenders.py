@@ -188,8 +188,8 @@ class Peers:
         else:
             config = speculation(name, k, self._pair.draft)
             options = {"target": str(self._pair.target), "speculation": config, "context": servers.CONTEXT}
-            options |= {"streams": 1, "eager": self._environments.eager, "extension": MENDED}
-            options |= {"cores": self._place.peers}
+            options |= {"streams": 1, "eager": self._environments.eager}
+            options |= {"extension": MENDED, "cores": self._place.peers}
             script, python = HERE / "vllm_engine_worker.py", self._environments.vllm
             variables = vllm_environment(self._place, python) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         log = f"{name}-{k}-{self._pair.params}-{self._place.accounting}"
