@@ -142,7 +142,7 @@ def test_check_finds_a_free_scratch_page() -> None:
         pool.check()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("slot", [SCRATCH_SLOT, PAGE * PAGES])
 def test_check_finds_what_is_not_finite_in_any_slot(slot: int, value: float) -> None:
     pool = make_pool()
