@@ -7,7 +7,6 @@ and seeded, also while targets are killed under them.
 import json
 import os
 import signal
-import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from benchmarks.server import free_port
 from cluster.local import start_ray
 from cluster.pb import generation_pb2 as pb
 from deployments.client import Client
@@ -48,21 +48,9 @@ Targets = DeploymentHandle[Any]
 Plain = Callable[[], list[Generation]]  # what plain decoding gives, when it is first needed
 
 
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody has."""
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def make_config(**target: Any) -> ServeConfig:
     """The bundled pair in invariant mode, two targets and a draft. target: options beside these."""
-    http, grpc, first = free_ports(3)
-    first = min(first, 65000)
+    http, grpc, first = free_port(), free_port(), free_port()
     replicas = {"min_replicas": TARGETS, "max_replicas": TARGETS}
     own = {"checkpoint": str(exact.TARGET), "dtype": "float32", "invariant": True, "max_batch": MAX_BATCH}
     draft = {"checkpoint": str(exact.DRAFT), "dtype": "float32", "kv_tokens": 16384, "host": "127.0.0.1"}

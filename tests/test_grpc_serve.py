@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 
+from benchmarks.server import free_port
 from cluster.local import SERVE_TRANSPORT
 from cluster.pb import generation_pb2 as pb
 from cluster.target import TargetReplica
@@ -73,13 +73,6 @@ class Small(GrpcMethods):
         """Requests that have not ended."""
         stats = self.replica.stats()
         return stats.running + stats.waiting + self.wide.open
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
