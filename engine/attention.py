@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -18,8 +19,9 @@ from engine.row_attention import Paths
 from engine.types import BoolArray, FloatArray, IntArray
 
 _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
+_NO_SLOTS, _NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _KEY_BUCKET = 64  # invariant mode with torch's attention: each row's keys are rounded up to this
-_FEW = 600  # rows times keys of a sequence that attend one by one sooner than in a call of torch's attention
+_FEW = 1600  # rows times keys of a sequence that attend one by one sooner than in a call of torch's attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,24 @@ class Part:
         return out.reshape(-1, kv * fold, dim)
 
 
+class Together(NamedTuple):
+    """Sequences whose rows attend in one call for each sequence, as compiled loops know them."""
+
+    spans: IntArray  # [n, 2]: a sequence's first row, and how many there are
+    slots: IntArray  # that any of its rows sees, one sequence after the other
+    starts: IntArray  # [n + 1]: where each one's begin
+    bias: FloatArray  # 0 where visible, else -inf, [fold x rows, slots] of each
+    bias_starts: IntArray  # [n + 1]: nothing between two starts: everything is visible
+
+
+class Seen(NamedTuple):
+    """What a compiled pass needs of the pool: where rows write, and what they see."""
+
+    write: npt.NDArray[np.int64]  # [rows]
+    paths: Paths
+    together: Together
+
+
 class Softmax(NamedTuple):
     """How scores become weights in a layer."""
 
@@ -222,17 +242,45 @@ class Layout:
         groups = {window: self._groups(start, stop, window) for window in self._windows}
         return Part(self._heads, self._pool.data, slots, {}, groups)
 
+    def seen(self, start: int, stop: int, padding: int) -> Seen:
+        """The same for a compiled pass; it knows of no windows."""
+        write = self._padded(self._slots, start, stop, padding).numpy()
+        single, together = self._split(start, stop, None)
+        return Seen(write, Paths.of(single), self._together(together))
+
     def _groups(self, start: int, stop: int, window: int | None) -> list[Group | Paths]:
-        together: list[Group | Paths] = []
+        single, together = self._split(start, stop, window)
+        groups: list[Group | Paths] = [self._shared(rows, first, 0, window) for rows, first in together]
+        if not single:
+            return groups
+        return [*groups, Paths.of(single)] if self._by_rows else [*groups, *self._separate(single)]
+
+    def _split(
+        self, start: int, stop: int, window: int | None
+    ) -> tuple[list[tuple[int, IntArray]], list[tuple[SequenceRows, int]]]:
+        """Rows that attend one by one, as `_paths` returns them, and sequences that don't, with their first rows."""
         single: list[tuple[int, IntArray]] = []
+        together: list[tuple[SequenceRows, int]] = []
         for rows, first in zip(self._batch, self.starts, strict=True):
             if self._invariant or (self._by_rows and _are_few(rows)):
                 single += self._paths(rows, first, start, stop, window)
             else:
-                together.append(self._shared(rows, first, 0, window))
-        if not single:
-            return together
-        return [*together, Paths.of(single)] if self._by_rows else [*together, *self._separate(single)]
+                together.append((rows, first))
+        return single, together
+
+    def _together(self, sequences: Sequence[tuple[SequenceRows, int]]) -> Together:
+        spans = np.array([(first, len(rows.tokens)) for rows, first in sequences], np.int32).reshape(-1, 2)
+        slots = [np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots]) for rows, _ in sequences]
+        biases = [
+            _NO_BIAS
+            if rows.visible.all()
+            else _bias(rows.visible, self._heads.fold, len(rows.tokens), rows.prefix).reshape(-1)
+            for rows, _ in sequences
+        ]
+        starts, bias_starts = (np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in (slots, biases))
+        return Together(
+            spans, np.concatenate([_NO_SLOTS, *slots]), starts, np.concatenate([_NO_BIAS, *biases]), bias_starts
+        )
 
     def _shared(self, rows: SequenceRows, start: int, padding: int, window: int | None) -> Group:
         """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""

@@ -1,5 +1,6 @@
 """Loops over small arrays, compiled to machine code by numba: what runs between two forward passes has to be short."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -28,12 +29,34 @@ def compiled(function: F, long: bool = False) -> F:
     if not COMPILES:
         return function
     made: Any
-    compile_it: Any = partial(njit, nogil=long, fastmath=_SUMS if long else False)
+    # Divisions that don't look for zeros can be vectors.
+    compile_it: Any = partial(
+        njit, nogil=long, fastmath=_SUMS if long else False, error_model="numpy" if long else "python"
+    )
     try:
         made = compile_it(cache=True)(function)
     except RuntimeError:  # no folder to keep it in: numba has no class for this
         made = compile_it()(function)
     return made  # type: ignore[no-any-return]
+
+
+@partial(compiled, long=True)
+def exponential(x: np.float32) -> np.float32:
+    """e^x within 2e-7 of it, for loops that compilers make vectors of; 0 below -80, and no more than e^80."""
+    held = min(max(x, np.float32(-80)), np.float32(80))
+    power = np.floor(held * np.float32(1 / math.log(2)) + np.float32(0.5))
+    # What is left, in two steps: the first part of log(2) has so few digits that the product is exact.
+    rest = held - power * np.float32(0.693359375) + power * np.float32(0.693359375 - math.log(2))
+    # Coefficients of Cephes' expf (Moshier, https://www.netlib.org/cephes/).
+    series = np.float32(1.9875691500e-4)
+    series = series * rest + np.float32(1.3981999507e-3)
+    series = series * rest + np.float32(8.3334519073e-3)
+    series = series * rest + np.float32(4.1665795894e-2)
+    series = series * rest + np.float32(1.6666665459e-1)
+    series = series * rest + np.float32(5.0000001201e-1)
+    mantissa = series * rest * rest + rest + np.float32(1)
+    exponent = np.uint32(np.int32(np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return mantissa * exponent if x >= np.float32(-80) else np.float32(0)
 
 
 def with_fields(records: Any) -> Any:

@@ -148,12 +148,12 @@ class FusedNorm(torch.nn.Module):
         super().__init__()
         features = weight.shape[-1]
         # x / rms(x) * weight, with norm(x) = rms(x) * features ** 0.5
-        self._scaled, self._least = weight * features**0.5, features * eps
+        self.scaled, self.least = weight * features**0.5, features * eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., features]."""
         norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
-        out: torch.Tensor = (x / norm.square_().add_(self._least).sqrt_()).mul_(self._scaled)
+        out: torch.Tensor = (x / norm.square_().add_(self.least).sqrt_()).mul_(self.scaled)
         return out
 
 
@@ -176,12 +176,12 @@ class FusedLayer(torch.nn.Module):
         """layer: after its projections were joined and its norms fused."""
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
-        self._qkv, self._out = attention.q_proj.joined.linear, attention.o_proj
-        self._gate_up, self._down = mlp.gate_proj.joined.linear, mlp.down_proj
-        self._index, self._scale, self._dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv, self.out = attention.q_proj.joined.linear, attention.o_proj
+        self.gate_up, self.down = mlp.gate_proj.joined.linear, mlp.down_proj
+        self._index, self.scale, self._dim = attention.layer_idx, attention.scaling, attention.head_dim
         self._current = attention.paceline
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
@@ -199,21 +199,21 @@ class FusedLayer(torch.nn.Module):
 
     def ask(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
         """What comes before the attention: writes the rows' KV, returns their queries [heads, rows, head_dim]."""
-        heads, kv_heads = self._heads, self._kv_heads
-        qkv = self._qkv(self._before_attention(x)).view(-1, heads + 2 * kv_heads, self._dim)
+        heads, kv_heads = self.heads, self._kv_heads
+        qkv = self.qkv(self.before_attention(x)).view(-1, heads + 2 * kv_heads, self._dim)
         turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self._dim // 2)
         part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
         return turned[:, :heads].transpose(0, 1)
 
     def attend(self, query: torch.Tensor, part: Part) -> torch.Tensor:
         """query: as `ask` returns it; returns [rows, heads, head_dim]."""
-        return part.attend(self._index, query, self._scale)
+        return part.attend(self._index, query, self.scale)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """What comes behind the attention; x: as `ask` took it."""
-        x = x + self._out(attended.reshape(-1, self._heads * self._dim))
-        gate, up = self._gate_up(self._before_mlp(x)).chunk(2, -1)
-        out: torch.Tensor = self._down(F.silu(gate).mul_(up)).add_(x)
+        x = x + self.out(attended.reshape(-1, self.heads * self._dim))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        out: torch.Tensor = self.down(F.silu(gate).mul_(up)).add_(x)
         return out
 
 

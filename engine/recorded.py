@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.attention import Group, Heads, Part
+from engine.attention import Group, Heads, Layout, Part
 from engine.cpu import FusedLayer, HalfLinear, Int8Linear, PackedLinear
 from engine.kv import KVPool
 
@@ -77,9 +77,15 @@ class FusedDecoder:
         self._pieces: list[Recording] = []  # up to the first attention, from there to the second, ..., behind the last
         self._record(pool.data)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, part: Part) -> torch.Tensor:
-        """tokens, positions: int64 [rows]; returns the final hidden states [rows, hidden_size]."""
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, span: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """tokens, positions: int64 [rows]; span: of them in the layout, see there.
+
+        Returns the final hidden states [rows, hidden_size].
+        """
         states: torch.Tensor
+        part = layout.part(*span)
         if part.whole:
             group = part.whole[None]
             bias = () if group.bias is None else (group.bias,)

@@ -11,8 +11,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.compiled import compiled
+from engine.compiled import compiled, exponential
 from engine.types import FloatArray, IntArray
+
+_NOTHING = np.zeros(0, np.int32)
+_AT_ONCE = 8  # values
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Paths:
         """paths: rows of the pass, each with the slots that it sees, in position order."""
         rows = np.array([row for row, _ in paths], np.int32)
         starts = np.cumsum([0, *(len(path) for _, path in paths)], dtype=np.int32)
-        return cls(rows, np.concatenate([path for _, path in paths]), starts)
+        return cls(rows, np.concatenate([_NOTHING, *(path for _, path in paths)]), starts)
 
     def attend(
         self,
@@ -47,11 +50,13 @@ class Paths:
         keys, values = store.numpy()
         heads = np.full(len(query), -np.inf, np.float32) if sinks is None else sinks.float().numpy()
         queries = query.transpose(0, 1).contiguous().numpy()
-        _attend(queries, keys, values, self.rows, self.slots, self.starts, scale, float(cap or 0.0), heads, out.numpy())
+        attend_rows(
+            queries, keys, values, self.rows, self.slots, self.starts, scale, float(cap or 0.0), heads, out.numpy()
+        )
 
 
 @partial(compiled, long=True)
-def _attend(
+def attend_rows(
     query: FloatArray,
     keys: FloatArray,
     values: FloatArray,
@@ -63,49 +68,75 @@ def _attend(
     sinks: FloatArray,
     out: FloatArray,
 ) -> None:
-    """query, out: [rows of the pass, heads, head_dim]; keys, values: [kv_heads, slots, head_dim]; cap: 0 for none.
+    """query: [rows of the pass, heads or more, head_dim]; keys, values: [kv_heads, slots, head_dim]; cap: 0 for none.
+
+    sinks: [heads], -inf for none; out: [rows of the pass, heads, head_dim].
 
     Slots are indices as np.uint32: of a signed one numba would ask whether it counts from the end.
     """
-    kv_heads, dim = len(keys), query.shape[2]
-    fold = query.shape[1] // kv_heads  # query heads that share a KV head: they read each key once
-    weights = np.empty((fold, np.diff(starts).max()), np.float32)
+    kv_heads = len(keys)
+    fold = len(sinks) // kv_heads  # query heads that share a KV head: they read each key once
+    asked, answered = query.reshape(-1, query.shape[2]), out.reshape(-1, out.shape[2])
     for i in range(len(rows)):
         path = slots[starts[i] : starts[i + 1]]
+        weights = np.empty((fold, len(path)), np.float32)
         for kv in range(kv_heads):
-            asked = query[rows[i], kv * fold : (kv + 1) * fold]
-            for at in range(len(path)):
-                key = keys[kv, np.uint32(path[at])]
-                for head in range(fold):
-                    score = np.float32(0)
-                    for d in range(dim):
-                        score += asked[head, d] * key[d]
-                    weights[head, at] = score
+            first, to = rows[i] * query.shape[1] + kv * fold, rows[i] * out.shape[1] + kv * fold
+            _score(asked[first : first + fold], keys[kv], path, weights)
             for head in range(fold):
-                _softmax(weights[head, : len(path)], np.float32(scale), np.float32(cap), sinks[kv * fold + head])
-            result = out[rows[i], kv * fold : (kv + 1) * fold]
-            result[:] = 0
-            for at in range(len(path)):
-                value = values[kv, np.uint32(path[at])]
-                for head in range(fold):
-                    weight = weights[head, at]
-                    for d in range(dim):
-                        result[head, d] += weight * value[d]
+                _soften(weights[head], np.float32(scale), np.float32(cap), sinks[kv * fold + head])
+            _add_up(weights, values[kv], path, answered[to : to + fold])
 
 
 @partial(compiled, long=True)
-def _softmax(scores: FloatArray, scale: np.float32, cap: np.float32, sink: np.float32) -> None:
+def _score(query: FloatArray, keys: FloatArray, path: IntArray, out: FloatArray) -> None:
+    """query: [heads, head_dim]; keys: [slots, head_dim]; out: [heads, len(path)]."""
+    for at in range(len(path)):
+        key = keys[np.uint32(path[at])]
+        for head in range(len(query)):
+            score = np.float32(0)
+            for d in range(query.shape[1]):
+                score += query[head, d] * key[d]
+            out[head, at] = score
+
+
+@partial(compiled, long=True)
+def _soften(scores: FloatArray, scale: np.float32, cap: np.float32, sink: np.float32) -> None:
     """Turns scores into weights, in place; the sink takes its share."""
+    for i in range(len(scores)):
+        scores[i] *= scale
+    if cap:
+        for i in range(len(scores)):
+            scores[i] = cap * np.tanh(scores[i] / cap)
     top = sink
     for i in range(len(scores)):
-        score = scores[i] * scale
-        if cap:
-            score = cap * np.tanh(score / cap)
-        scores[i] = score
-        top = max(top, score)
-    total = np.exp(sink - top)
+        top = max(top, scores[i])
     for i in range(len(scores)):
-        scores[i] = np.exp(scores[i] - top)
+        scores[i] = exponential(scores[i] - top)
+    total = exponential(sink - top)
+    for i in range(len(scores)):
         total += scores[i]
     for i in range(len(scores)):
         scores[i] /= total
+
+
+@partial(compiled, long=True)
+def _add_up(weights: FloatArray, values: FloatArray, path: IntArray, out: FloatArray) -> None:
+    """Weighted values: weights [heads, len(path)], values [slots, head_dim], out [heads, head_dim]."""
+    whole = len(path) - len(path) % _AT_ONCE
+    out[:] = 0
+    for at in range(0, whole, _AT_ONCE):  # as many as compilers see not to overlap with `out`
+        a, b = values[np.uint32(path[at])], values[np.uint32(path[at + 1])]
+        c, d = values[np.uint32(path[at + 2])], values[np.uint32(path[at + 3])]
+        e, f = values[np.uint32(path[at + 4])], values[np.uint32(path[at + 5])]
+        g, h = values[np.uint32(path[at + 6])], values[np.uint32(path[at + 7])]
+        for head in range(len(out)):
+            result, own = out[head], weights[head, at : at + _AT_ONCE]
+            for i in range(len(result)):
+                low = own[0] * a[i] + own[1] * b[i] + own[2] * c[i] + own[3] * d[i]
+                result[i] += low + own[4] * e[i] + own[5] * f[i] + own[6] * g[i] + own[7] * h[i]
+    for at in range(whole, len(path)):
+        value = values[np.uint32(path[at])]
+        for head in range(len(out)):
+            for i in range(len(value)):
+                out[head, i] += weights[head, at] * value[i]

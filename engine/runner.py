@@ -20,13 +20,14 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
 from engine.choice import Weights, check_weights
+from engine.compiled_pass import CompiledDecoder, compiled_decoder
 from engine.cpu import has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
 from engine.probe import PROBE, Unsupported, probe, refusing, register_probe
 from engine.quantized import quantize, why_not
-from engine.recorded import fused_decoder
+from engine.recorded import FusedDecoder, fused_decoder
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
@@ -100,7 +101,7 @@ class ModelRunner:
         self._last = (
             min(self.max_length, self.pool.capacity) - 1
         )  # position: guesses may lie beyond, what is chosen does not
-        self._decoder = fused_decoder(self.model, self.pool, self._heads) if replaced else None
+        self._decoder = self._fast_decoder() if replaced else None
         if compile:
             self._compile()
 
@@ -137,6 +138,10 @@ class ModelRunner:
         self.model.set_attn_implementation(ATTENTION)
         return heads
 
+    def _fast_decoder(self) -> CompiledDecoder | FusedDecoder | None:
+        """A faster way through the layers than transformers' own, for models that we know."""
+        return compiled_decoder(self.model, self.pool) or fused_decoder(self.model, self.pool, self._heads)
+
     def _compile(self) -> None:
         """Compiles the model for any number of rows, with our attention left as it is: its keys grow with every step."""
         AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attend))
@@ -164,7 +169,7 @@ class ModelRunner:
         try:
             first.model = first_layers(self.model, count)
             if self._decoder is not None:
-                first._decoder = fused_decoder(first.model, self.pool, self._heads)
+                first._decoder = first._fast_decoder()
             with refusing("can't be run without its last layers"):
                 first.forward([chain_rows(lease, 0, [0, 0])])
         except Unsupported as error:
@@ -190,10 +195,9 @@ class ModelRunner:
         padding = self.called_with(stop - start) - (stop - start)
         tokens, positions = layout.inputs(start, stop, padding)
         positions.clamp_(max=self._last)
-        part = layout.part(start, stop, padding)
         if self._decoder is not None:
-            return self._decoder(tokens, positions, part)[: stop - start]
-        self._current.part = part
+            return self._decoder(tokens, positions, layout, (start, stop, padding))[: stop - start]
+        self._current.part = layout.part(start, stop, padding)
         base = self.model.base_model
         out = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         states: torch.Tensor = out.last_hidden_state[0, : stop - start]

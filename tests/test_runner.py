@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine import checkpoint, runner
-from engine.attention import chain_rows
+from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
 from engine.cpu import PackedLinear
+from engine.recorded import fused_decoder
 from engine.runner import ModelRunner, pick_dtype
 from tests import exact
 from tests.exact import Tokens
@@ -177,8 +178,9 @@ def test_recorded_passes_have_the_bits_of_the_model_they_were_recorded_from(
     name: str, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     runner: ModelRunner = request.getfixturevalue(name)
-    decoder = runner._decoder
+    decoder = fused_decoder(runner.model, runner.pool, runner._heads)
     assert decoder is not None
+    monkeypatch.setattr(runner, "_decoder", decoder)
     recorded = decoder._whole
     calls: list[tuple[int, bool]] = []
 
@@ -203,7 +205,11 @@ def test_recorded_passes_have_the_bits_of_the_model_they_were_recorded_from(
         monkeypatch.setattr(decoder, "_whole", {kind: counted(kind) for kind in recorded})
         replayed = [runner.forward(batch) for batch in batches]
         assert calls == [(5, True), (1, True), (5, False), (1, False)]
-        monkeypatch.setattr(type(decoder), "__call__", type(decoder).compute)
+
+        def compute(tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, span: tuple[int, int, int]) -> Any:
+            return decoder.compute(tokens, positions, layout.part(*span))
+
+        monkeypatch.setattr(runner, "_decoder", compute)
         for batch, logits in zip(batches, replayed, strict=True):
             assert torch.equal(runner.forward(batch), logits)
 

@@ -1,0 +1,255 @@
+"""A whole pass of a decoder of the Llama family as one compiled call.
+
+In torch a small model's pass is mostly what its many small operations cost beside their arithmetic. Here loops do all that
+lies between linear layers, and these are torch's own, called by address: from the embeddings to the final norm nothing needs
+the interpreter, whose lock a server's other threads want.
+"""
+
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine import torch_calls
+from engine.attention import Layout, Together
+from engine.compiled import compiled, exponential
+from engine.cpu import FusedLayer, FusedNorm, HalfLinear
+from engine.kv import KVPool
+from engine.row_attention import attend_rows
+from engine.torch_calls import attention, handle_of, linear, release
+from engine.types import FloatArray, IntArray
+
+Longs = npt.NDArray[np.int64]
+_long = partial(compiled, long=True)
+_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
+
+
+class _Weights(NamedTuple):
+    """A decoder as compiled loops know it."""
+
+    names: Any  # torch_calls.names()
+    embedding: FloatArray  # [vocab_size, hidden_size]
+    linears: Any  # handles of the packed weights, uint64 [layers, 4]: qkv, attention's output, gate and up, down
+    biases: FloatArray  # of those layers that have one, one after the other
+    bias_starts: Longs  # [4 * layers + 1]: where each one's begins; nothing between two starts is none
+    norms: FloatArray  # weights times the root of hidden_size, [2 * layers + 1, hidden_size]
+    least: np.float32  # added to squares of rows before the root
+    cosines: FloatArray  # [positions, head_dim / 2]
+    sines: FloatArray
+    inner: int  # intermediate_size
+    scale: float  # of scores
+    sinks: FloatArray  # -inf for each head: there are none
+
+
+class CompiledDecoder:
+    """A decoder whose layers are all FusedLayer, with weights in float16 and arithmetic in float32.
+
+    A row's bits depend on its own path, and on the others only by their number and by who attends with whom.
+    """
+
+    def __init__(self, base: Any, pool: KVPool, length: int) -> None:
+        """base: a model of which `_fits` is true; length: the most positions there can be."""
+        layers: list[FusedLayer] = list(base.layers)
+        linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        norms = [norm for layer in layers for norm in (layer.before_attention, layer.before_mlp)]
+        handles = torch_calls.handles_of([each.packed for each in linears])
+        weakref.finalize(self, torch_calls.release_all, handles)
+        biases = [each.bias if each.bias.any() else each.bias[:0] for each in linears]
+        cosines, sines = _rotations(base, length)
+        self._weights = _Weights(
+            torch_calls.names(),
+            base.embed_tokens.weight.numpy(),
+            np.array(handles, np.uint64).reshape(-1, 4),
+            torch.cat(biases).numpy(),
+            np.cumsum([0, *(len(each) for each in biases)], dtype=np.int64),
+            torch.stack([norm.scaled for norm in (*norms, base.norm)]).numpy(),
+            np.float32(base.norm.least),
+            cosines.numpy(),
+            sines.numpy(),
+            layers[0].down.weight.shape[1],
+            float(layers[0].scale),
+            np.full(layers[0].heads, -np.inf, np.float32),
+        )
+        self._data = pool.data.numpy()
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, span: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """tokens, positions: int64 [rows]; span: of them in the layout, see there.
+
+        Returns the final hidden states [rows, hidden_size].
+        """
+        seen = layout.seen(*span)
+        paths = seen.paths.rows, seen.paths.slots, seen.paths.starts
+        states = _pass(self._weights, tokens.numpy(), positions.numpy(), self._data, seen.write, *paths, seen.together)
+        return torch.from_numpy(states)
+
+
+def compiled_decoder(model: Any, pool: KVPool) -> CompiledDecoder | None:
+    """The model's decoder as one call; None where its parts are not all of the kinds known here."""
+    if not torch_calls.AVAILABLE or not _fits(model.base_model):
+        return None
+    # No position is beyond the pool.
+    return CompiledDecoder(
+        model.base_model, pool, min(int(model.config.max_position_embeddings), pool.pages * pool.page_size)
+    )
+
+
+def _fits(base: Any) -> bool:
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList) or not all(isinstance(layer, FusedLayer) for layer in layers):
+        return False
+    linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    norms = [norm for layer in layers for norm in (layer.before_attention, layer.before_mlp)]
+    return (
+        all(isinstance(each, HalfLinear) for each in linears)
+        and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in (base.norm, *norms))
+        and type(base.embed_tokens) is torch.nn.Embedding
+        and base.rotary_emb.rope_type in _FIXED_ROTATIONS
+    )
+
+
+@torch.inference_mode()
+def _rotations(base: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the angles at each position [positions, head_dim / 2], the same for both halves of a head."""
+    cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length)[None])
+    half = cosines.shape[-1] // 2
+    return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+
+
+@_long
+def _pass(
+    weights: _Weights,
+    tokens: Longs,
+    positions: Longs,
+    data: FloatArray,
+    write: Longs,
+    rows: IntArray,
+    slots: IntArray,
+    starts: IntArray,
+    together: Together,
+) -> FloatArray:
+    """tokens, positions, write: [n]; data: KVPool.data; rows, slots, starts: of Paths. Returns states [n, hidden_size]."""
+    n, kv_heads, dim, inner = len(tokens), data.shape[2], data.shape[4], weights.inner
+    heads = len(weights.sinks)
+    x = np.empty((n, weights.embedding.shape[1]), np.float32)
+    for row in range(n):
+        x[row] = weights.embedding[tokens[row]]
+    normed, added = np.empty_like(x), np.empty_like(x)
+    qkv = np.empty((n, heads + 2 * kv_heads, dim), np.float32)
+    attended = np.zeros((n, heads, dim), np.float32)  # rows that attend nowhere are padding
+    gates, gated = np.empty((n, 2 * inner), np.float32), np.empty((n, inner), np.float32)
+    of_normed, of_added, of_qkv = handle_of(normed), handle_of(added), handle_of(qkv.reshape(n, -1))
+    of_attended, of_gates, of_gated = handle_of(attended.reshape(n, -1)), handle_of(gates), handle_of(gated)
+    for layer in range(len(weights.linears)):
+        keys, values = data[layer, 0], data[layer, 1]  # unpacked, compilers would not know that rows are contiguous
+        _norm(x, weights.norms[2 * layer], weights.least, normed)
+        _linear(weights, layer, 0, of_normed, of_qkv, qkv.reshape(n, -1))
+        _rotate(qkv, heads + kv_heads, positions, weights.cosines, weights.sines)
+        for row in range(n):
+            for kv in range(kv_heads):
+                keys[kv, write[row]] = qkv[row, heads + kv]
+                values[kv, write[row]] = qkv[row, heads + kv_heads + kv]
+        if len(rows):
+            attend_rows(qkv, keys, values, rows, slots, starts, weights.scale, 0.0, weights.sinks, attended)
+        for group in range(len(together.spans)):
+            _attend_together(qkv, keys, values, together, group, weights.scale, attended)
+        _linear(weights, layer, 1, of_attended, of_added, added)
+        x += added
+        _norm(x, weights.norms[2 * layer + 1], weights.least, normed)
+        _linear(weights, layer, 2, of_normed, of_gates, gates)
+        for row in range(n):
+            _gate(gates[row, :inner], gates[row, inner:], gated[row])
+        _linear(weights, layer, 3, of_gated, of_added, added)
+        x += added
+    _norm(x, weights.norms[-1], weights.least, normed)
+    for handle in (of_normed, of_added, of_qkv, of_attended, of_gates, of_gated):
+        release(handle)
+    return normed
+
+
+@_long
+def _linear(weights: _Weights, layer: int, which: int, x: np.uint64, to: np.uint64, out: FloatArray) -> None:
+    """One of a layer's four linear layers; x, to: handles; out: the array behind `to`."""
+    linear(weights.names, x, weights.linears[layer, which], to)
+    start, stop = weights.bias_starts[4 * layer + which], weights.bias_starts[4 * layer + which + 1]
+    if stop > start:
+        for row in range(len(out)):
+            out[row] += weights.biases[start:stop]
+
+
+@_long
+def _norm(x: FloatArray, scaled: FloatArray, least: np.float32, out: FloatArray) -> None:
+    """RMSNorm of rows; see engine.cpu.FusedNorm."""
+    for row in range(len(x)):
+        total = np.float32(0)
+        for i in range(x.shape[1]):
+            total += x[row, i] * x[row, i]
+        factor = np.float32(1) / np.sqrt(total + least)
+        for i in range(x.shape[1]):
+            out[row, i] = x[row, i] * factor * scaled[i]
+
+
+@_long
+def _rotate(qkv: FloatArray, heads: int, positions: Longs, cosines: FloatArray, sines: FloatArray) -> None:
+    """Rotary embedding in place, by halves (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+
+    qkv: [rows, heads or more, head_dim], of which the first `heads` are turned.
+    """
+    half = cosines.shape[1]
+    for row in range(len(qkv)):
+        cosine, sine = cosines[positions[row]], sines[positions[row]]
+        for head in range(heads):
+            _turn(qkv[row, head, :half], qkv[row, head, half:], cosine, sine)
+
+
+@_long
+def _turn(low: FloatArray, high: FloatArray, cosine: FloatArray, sine: FloatArray) -> None:
+    for i in range(len(cosine)):
+        a, b = low[i], high[i]
+        low[i] = a * cosine[i] - b * sine[i]
+        high[i] = b * cosine[i] + a * sine[i]
+
+
+@_long
+def _gate(gate: FloatArray, up: FloatArray, out: FloatArray) -> None:
+    """SiLU of one half times the other."""
+    for i in range(len(out)):
+        out[i] = gate[i] * up[i] / (np.float32(1) + exponential(-gate[i]))
+
+
+@_long
+def _attend_together(
+    qkv: FloatArray, keys: FloatArray, values: FloatArray, together: Together, group: int, scale: float, out: FloatArray
+) -> None:
+    """A sequence's rows in one call of torch's attention; query heads that share a KV head are folded into rows.
+
+    qkv: [rows, heads + 2 kv_heads, head_dim]; out: [rows, heads, head_dim].
+    """
+    first, count = together.spans[group]
+    slots = together.slots[together.starts[group] : together.starts[group + 1]]
+    kv_heads, dim, n = keys.shape[0], keys.shape[2], len(slots)
+    fold = out.shape[1] // kv_heads
+    folded = np.empty((kv_heads, fold, count, dim), np.float32)
+    for row in range(count):
+        for head in range(out.shape[1]):
+            folded[head // fold, head % fold, row] = qkv[first + row, head]
+    hidden = together.bias[together.bias_starts[group] : together.bias_starts[group + 1]]
+    bias = hidden.reshape(-1, n)
+    asked = folded.reshape(kv_heads, fold * count, dim)
+    answered = np.empty_like(asked)
+    start = slots[0]
+    if slots[-1] - start == n - 1 and (np.diff(slots) == 1).all():
+        attention(asked, keys[:, start : start + n], values[:, start : start + n], bias, scale, answered)
+    else:
+        own_keys, own_values = np.empty((kv_heads, n, dim), np.float32), np.empty((kv_heads, n, dim), np.float32)
+        for kv in range(kv_heads):
+            for at in range(n):
+                own_keys[kv, at], own_values[kv, at] = keys[kv, slots[at]], values[kv, slots[at]]
+        attention(asked, own_keys, own_values, bias, scale, answered)
+    for row in range(count):
+        for head in range(out.shape[1]):
+            out[first + row, head] = answered[head // fold, head % fold * count + row]

@@ -1,0 +1,162 @@
+"""Operations of torch for compiled loops, by the C interface that torch keeps stable for extensions.
+
+Neither the interpreter nor its lock takes part. A handle is the address of a tensor; one over an array copies nothing.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.compiled import COMPILES, compiled
+from engine.types import FloatArray
+
+_LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+_LINEAR = ctypes.create_string_buffer(b"aten::fbgemm_linear_fp16_weight_fp32_activation")
+_OUT = ctypes.create_string_buffer(b"out")  # the overload that writes to a tensor it is given
+_FLOAT32, _CPU, _ANY = np.int32(6), np.int32(0), np.int32(-1)  # torch's numbers of a dtype, a device and its index
+_FLASH = "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu"
+_WORD = 8  # bytes
+_long = partial(compiled, long=True)
+
+
+def _find() -> bool:
+    """Makes torch's functions known to compiled loops; whether they are there and as expected."""
+    if not COMPILES or not _LIBRARY.is_file():
+        return False
+    library = ctypes.CDLL(str(_LIBRARY))
+    if not all(hasattr(library, name) for name in ("torch_call_dispatcher", _FLASH)):  # both from torch 2.10 on
+        return False
+    from llvmlite import binding
+
+    binding.load_library_permanently(str(_LIBRARY))
+    some = torch.zeros(1, 2, 3, 4)
+    attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(some, some, some)[0]
+    return bool(attended.is_contiguous())
+
+
+AVAILABLE = _find()
+
+if AVAILABLE:
+    from numba import types
+
+    def _function(name: str, *arguments: Any, returns: Any = types.int32) -> Any:
+        """A function of the library, for compiled loops; most return an error's number, or 0."""
+        return types.ExternalFunction(name, returns(*arguments))
+
+    _N, _I, _D, _W = types.uint64, types.int64, types.float64, types.int32
+    _call = _function("torch_call_dispatcher", _N, _N, _N, _N)
+    _share = _function("aoti_torch_new_tensor_handle", _N, _N)
+    _release = _function("aoti_torch_delete_tensor_object", _N)
+    _over = _function("aoti_torch_create_tensor_from_blob", _N, _I, _N, _N, _I, _W, _W, _W, _N)
+    _data = _function("aoti_torch_get_data_ptr", _N, _N)
+    _flash = _function(_FLASH, _N, _N, _N, _D, _W, _N, _N, _N, _N)
+    _copy = _function("memcpy", _N, _N, _N, returns=_N)
+
+
+def names() -> Any:
+    """What `linear` takes first, uint64 [3]: where its operation's name and overload stand, and torch's version."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return np.array([ctypes.addressof(_LINEAR), ctypes.addressof(_OUT), major << 56 | minor << 48], np.uint64)
+
+
+def handles_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Handles that hold these tensors until `release_all`."""
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return [int(address(torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(tensor), None)) for tensor in tensors]
+
+
+def release_all(handles: Sequence[int]) -> None:
+    """Ends handles."""
+    release = ctypes.CDLL(str(_LIBRARY)).aoti_torch_delete_tensor_object
+    for handle in handles:
+        release(ctypes.c_void_p(handle))
+
+
+# numba frees an array behind its last use, a look at its address too: so arrays are made by who calls what takes addresses.
+
+
+@_long
+def handle_of(array: FloatArray) -> np.uint64:
+    """A handle of a matrix, to be released while there is the array."""
+    rows, columns = array.shape
+    return _over_array(array, np.array([1, 1, rows, columns]), columns, rows * columns)
+
+
+@_long
+def _over_array(array: FloatArray, sizes: Any, row: int, matrix: int) -> np.uint64:
+    """sizes: int64 [4], of which the first is 1; row, matrix: strides of the third and second."""
+    return _over_memory(array, sizes, np.array([matrix, matrix, row, 1]), np.empty(1, np.uint64))
+
+
+@_long
+def _over_memory(array: FloatArray, sizes: Any, strides: Any, found: Any) -> np.uint64:
+    data, to = array.ctypes.data, found.ctypes.data
+    if _over(data, 4, sizes.ctypes.data, strides.ctypes.data, 0, _FLOAT32, _CPU, _ANY, to):
+        raise RuntimeError("torch takes no array")
+    handle: np.uint64 = found[0]
+    return handle
+
+
+@_long
+def release(handle: np.uint64) -> None:
+    """Ends a handle."""
+    _release(handle)
+
+
+@_long
+def linear(names: Any, x: np.uint64, packed: np.uint64, out: np.uint64) -> None:
+    """A linear layer with float16 weights (engine.cpu.HalfLinear), without its bias, by handles. names: see `names`."""
+    stack = np.zeros(4, np.uint64)  # the call ends the handles it is given
+    at = stack.ctypes.data
+    _share(x, at)
+    _share(packed, at + _WORD)
+    _share(out, at + 3 * _WORD)
+    if _call(names[0], names[1], at, names[2]):
+        raise RuntimeError("torch failed at a linear layer")
+    _release(stack[0])
+
+
+@_long
+def attention(
+    query: FloatArray, keys: FloatArray, values: FloatArray, bias: FloatArray, scale: float, out: FloatArray
+) -> None:
+    """torch's attention. query, out: [kv_heads, rows, head_dim]; keys, values: [kv_heads, keys, head_dim], of equal strides.
+
+    bias: [rows, keys], empty for none.
+    """
+    handles = np.array([_handle3(query), _handle3(keys), _handle3(values), 0, 0, 0], np.uint64)
+    if bias.size:
+        handles[3] = handle_of(bias)
+    _attention(handles, np.array([scale]), out)
+    for handle in handles:
+        if handle:
+            release(handle)
+
+
+@_long
+def _handle3(array: FloatArray) -> np.uint64:
+    sizes = np.array([1, array.shape[0], array.shape[1], array.shape[2]])
+    return _over_array(array, sizes, array.strides[1] // 4, array.strides[0] // 4)
+
+
+@_long
+def _attention(handles: Any, scales: Any, out: FloatArray) -> None:
+    """handles: of query, keys, values and bias (0: none); the fifth and sixth are written."""
+    at = handles.ctypes.data
+    bias = at + 3 * _WORD if handles[3] else 0
+    results = at + 4 * _WORD, at + 5 * _WORD
+    if _flash(handles[0], handles[1], handles[2], 0.0, 0, bias, scales.ctypes.data, results[0], results[1]):
+        raise RuntimeError("torch failed at an attention")
+    _copy_data(handles[4], np.empty(1, np.uint64), out)
+
+
+@_long
+def _copy_data(handle: np.uint64, address: Any, out: FloatArray) -> None:
+    _data(handle, address.ctypes.data)
+    _copy(out.ctypes.data, address[0], out.size * 4)

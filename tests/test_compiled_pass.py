@@ -1,0 +1,99 @@
+"""A pass as one compiled call: transformers' numbers, whatever attends with whom."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import attention
+from engine.attention import chain_rows
+from engine.compiled import exponential
+from engine.compiled_pass import CompiledDecoder
+from engine.runner import ModelRunner
+from tests import exact
+from tests.exact import Tokens
+from tests.families import LLAMA, save
+from tests.rows import assert_close, grown, leased, prefill, tree_rows
+
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
+    "some biases": ("qwen2", {}),
+    "rotations": ("llama", dict(rope_parameters=LLAMA3)),
+    "wide heads": ("mistral", dict(head_dim=32, sliding_window=None)),
+    "a head of keys for each": ("llama", dict(num_key_value_heads=4)),
+}
+
+
+@pytest.fixture
+def compiled(fast_target: ModelRunner) -> ModelRunner:
+    assert isinstance(fast_target._decoder, CompiledDecoder)
+    return fast_target
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    name, settings = KINDS[kind]
+    folder = save(name, LLAMA | settings, tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for key, value in model.named_parameters():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(value)
+    model.bfloat16().save_pretrained(folder)  # weights that float16 holds
+    runner = ModelRunner(folder, dtype="float32", kv_tokens=512)
+    assert isinstance(runner._decoder, CompiledDecoder)
+    tokens = torch.arange(100)
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        expected = model(tokens[None]).logits[0]
+    for chunk in (1, 7, 64):  # one by one, and in calls of torch's attention
+        with leased(runner, 100) as (lease,):
+            assert_close(prefill(runner, lease, tokens.tolist(), chunk), expected)
+
+
+@pytest.mark.parametrize("few", [0, 10**9], ids=["together", "one by one"])
+def test_sequences_do_not_see_each_other(
+    few: int, compiled: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single rows, trees behind their prefix and trees elsewhere, in one pass and each alone."""
+    tree = grown(9, seed=3)
+    with leased(compiled, 64, 64, 64, 64) as (one, other, third, elsewhere):
+        for lease, prompt in ((one, prompts[0]), (other, prompts[1]), (third, prompts[2])):
+            prefill(compiled, lease, prompt[:40])
+        batch = [
+            chain_rows(one, 40, [5]),
+            tree_rows(other, 40, tree, other.slots[40 : 40 + tree.size]),
+            tree_rows(third, 40, tree, elsewhere.slots[tree.size : 2 * tree.size][::-1].copy()),
+        ]
+        monkeypatch.setattr(attention, "_FEW", few)
+        together = compiled.forward(batch)
+        monkeypatch.undo()
+        assert_close(together, torch.cat([compiled.forward([rows]) for rows in batch]))
+
+
+def test_a_long_prefix_is_read_in_several_calls_as_in_one(compiled: ModelRunner, prompts: list[Tokens]) -> None:
+    tokens = [token for prompt in prompts[:4] for token in prompt][:300]
+    reference = AutoModelForCausalLM.from_pretrained(exact.TARGET, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    with leased(compiled, len(tokens)) as (lease,):
+        assert_close(prefill(compiled, lease, tokens, chunk=11), expected)
+
+
+def test_the_exponential_is_one() -> None:
+    x = np.linspace(-80, 80, 100_001).astype(np.float32)
+    found = np.array([exponential(value) for value in x])
+    assert np.abs(found / np.exp(x.astype(np.float64)) - 1).max() < 2e-7
+    assert [exponential(np.float32(value)) for value in (-80.1, -1000, -np.inf)] == [0, 0, 0]
+    assert exponential(np.float32(1000)) == exponential(np.float32(80))
