@@ -97,7 +97,7 @@ def run_pipelined(cluster: LocalCluster, request: GenerationRequest, totals: Tot
 
 def difference(after: TargetStats, before: TargetStats) -> TargetStats:
     """Counters of what happened in between."""
-    names = [name for name in TargetStats.__dataclass_fields__ if name != "link"]
+    names = [name for name, value in vars(after).items() if not isinstance(value, dict)]
     return TargetStats(**{name: getattr(after, name) - getattr(before, name) for name in names})
 
 

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2305.09781).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from engine.row_attention import Paths
 from engine.types import BoolArray, FloatArray, IntArray
 
 _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
-_NO_SLOTS, _NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_NO_BIAS = np.zeros(0, np.float32)
 _KEY_BUCKET = 64  # invariant mode with torch's attention: each row's keys are rounded up to this
 _FEW = 1600  # rows times keys of a sequence that attend one by one sooner than in a call of torch's attention
 
@@ -162,6 +163,10 @@ class Together(NamedTuple):
     bias_starts: IntArray  # [n + 1]: nothing between two starts: everything is visible
 
 
+_START = np.zeros(1, np.int32)
+_NONE_TOGETHER = Together(np.zeros((0, 2), np.int32), np.zeros(0, np.int32), _START, _NO_BIAS, _START)
+
+
 class Seen(NamedTuple):
     """What a compiled pass needs of the pool: where rows write, and what they see."""
 
@@ -222,9 +227,7 @@ class Layout:
         self._invariant = invariant
         self._windows = set(heads.windows)
         self._by_rows = COMPILES and pool.data.device.type == "cpu" and pool.data.dtype == torch.float32
-        counts = [len(rows.tokens) for rows in batch]
-        self.starts = [sum(counts[:i]) for i in range(len(counts))]
-        self.rows = sum(counts)
+        *self.starts, self.rows = accumulate((len(rows.tokens) for rows in batch), initial=0)
         self._tokens = np.array([token for rows in batch for token in rows.tokens], np.int64)
         self._positions = np.array([position for rows in batch for position in rows.positions], np.int64)
         self._slots = np.concatenate([rows.slots for rows in batch])
@@ -269,7 +272,9 @@ class Layout:
         return single, together
 
     def _together(self, sequences: Sequence[tuple[SequenceRows, int]]) -> Together:
-        spans = np.array([(first, len(rows.tokens)) for rows, first in sequences], np.int32).reshape(-1, 2)
+        if not sequences:
+            return _NONE_TOGETHER
+        spans = np.array([(first, len(rows.tokens)) for rows, first in sequences], np.int32)
         slots = [np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots]) for rows, _ in sequences]
         biases = [
             _NO_BIAS
@@ -278,9 +283,7 @@ class Layout:
             for rows, _ in sequences
         ]
         starts, bias_starts = (np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in (slots, biases))
-        return Together(
-            spans, np.concatenate([_NO_SLOTS, *slots]), starts, np.concatenate([_NO_BIAS, *biases]), bias_starts
-        )
+        return Together(spans, np.concatenate(slots), starts, np.concatenate(biases), bias_starts)
 
     def _shared(self, rows: SequenceRows, start: int, padding: int, window: int | None) -> Group:
         """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""
@@ -340,7 +343,8 @@ class Layout:
         return self._tensor(padded)
 
     def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> torch.Tensor:
-        return torch.from_numpy(array).to(self._pool.data.device)
+        tensor = torch.from_numpy(array)
+        return tensor if self._pool.data.is_cpu else tensor.to(self._pool.data.device)
 
 
 def _are_few(rows: SequenceRows) -> bool:

@@ -7,6 +7,7 @@ sequences copies their keys. A row's bits depend on its own path alone.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class Paths:
     def of(cls, paths: Sequence[tuple[int, IntArray]]) -> "Paths":
         """paths: rows of the pass, each with the slots that it sees, in position order."""
         rows = np.array([row for row, _ in paths], np.int32)
-        starts = np.cumsum([0, *(len(path) for _, path in paths)], dtype=np.int32)
+        starts = np.array(list(accumulate((len(path) for _, path in paths), initial=0)), np.int32)
         return cls(rows, np.concatenate([_NOTHING, *(path for _, path in paths)]), starts)
 
     def attend(

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks import memory
+from benchmarks import memory, pipeline
 from benchmarks.bench.__main__ import Budget, Results
 from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.contenders import Environments, Notes, Peers, Place, Setup
@@ -37,6 +37,7 @@ from benchmarks.bench.streams import (
     one_stream,
 )
 from benchmarks.bench.worker import Worker, WorkerError
+from cluster.target_stats import TargetStats
 from tests import exact
 from tests.cluster_fixtures import until
 
@@ -256,3 +257,9 @@ def test_batches_alternate_between_temperatures() -> None:
     [first, second] = islice(memory.batches([(1, 2)], 2, 8), 2)
     assert [request.params.temperature for request in first] == [0.0, 1.0]
     assert {request.request_id for request in first}.isdisjoint(request.request_id for request in second)
+
+
+def test_counters_of_a_target_are_what_happened_between_two_looks() -> None:
+    before = TargetStats(steps=3, forward_s=0.5, places={"replica": 3}, link={"growths": 1})
+    after = TargetStats(steps=10, forward_s=1.5, running=1, places={"replica": 9}, link={"growths": 7})
+    assert pipeline.difference(after, before) == TargetStats(steps=7, forward_s=1.0, running=1)
