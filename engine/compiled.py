@@ -8,13 +8,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 try:
-    from numba import config, njit
+    from numba import config, njit, types
+    from numba.extending import intrinsic
 
     COMPILES = not getattr(config, "DISABLE_JIT", False)
 except ImportError:  # not there, or not for this numpy
     COMPILES = False
 
 _SUMS = {"reassoc", "contract", "nsz"}  # of LLVM's liberties with floating point, those that sums of products need
+
+_LINE = 16  # numbers of 4 bytes in a cache line
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -38,6 +41,39 @@ def compiled(function: F, long: bool = False) -> F:
     except RuntimeError:  # no folder to keep it in: numba has no class for this
         made = compile_it()(function)
     return made  # type: ignore[no-any-return]
+
+
+if COMPILES:
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _prefetch(context: Any, address: Any) -> Any:
+        """Has the cache line at an address (bytes) read ahead; any address may be given."""
+        from llvmlite import ir
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+            function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+                builder.module, kind, "llvm.prefetch.p0"
+            )
+            to_read, in_all_caches, data = number(0), number(3), number(1)
+            builder.call(function, [builder.inttoptr(arguments[0], byte), to_read, in_all_caches, data])
+            return context.get_dummy_value()
+
+        return types.void(types.uint64), generate
+
+    @partial(compiled, long=True)
+    def read_ahead(matrix: Any, row: int) -> None:
+        """Has a row of a float32 matrix in C order brought to the caches while other work goes on."""
+        columns = matrix.shape[1]
+        first = matrix.ctypes.data + row * columns * 4
+        for column in range(0, columns, _LINE):
+            _prefetch(np.uint64(first + column * 4))
+
+else:
+
+    def read_ahead(matrix: Any, row: int) -> None:
+        """Nothing, where nothing is compiled."""
 
 
 @partial(compiled, long=True)

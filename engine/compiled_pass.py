@@ -137,6 +137,8 @@ def _pass(
     heads = len(weights.sinks)
     x = np.empty((n, weights.embedding.shape[1]), np.float32)
     for row in range(n):
+        if not 0 <= tokens[row] < len(weights.embedding):
+            raise IndexError("a token is not in the vocabulary")
         x[row] = weights.embedding[tokens[row]]
     normed, added = np.empty_like(x), np.empty_like(x)
     qkv = np.empty((n, heads + 2 * kv_heads, dim), np.float32)

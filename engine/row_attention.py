@@ -12,11 +12,14 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.compiled import compiled, exponential
+from engine.compiled import compiled, exponential, read_ahead
 from engine.types import FloatArray, IntArray
 
 _NOTHING = np.zeros(0, np.int32)
 _AT_ONCE = 8  # values
+_AHEAD = (
+    16  # keys or values; with 8 to 32 many sequences take a quarter less time than with none (benchmarks/README.md)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ def attend_rows(
 def _score(query: FloatArray, keys: FloatArray, path: IntArray, out: FloatArray) -> None:
     """query: [heads, head_dim]; keys: [slots, head_dim]; out: [heads, len(path)]."""
     for at in range(len(path)):
+        if at + _AHEAD < len(path):
+            read_ahead(keys, path[at + _AHEAD])
         key = keys[np.uint32(path[at])]
         for head in range(len(query)):
             score = np.float32(0)
@@ -127,6 +132,8 @@ def _add_up(weights: FloatArray, values: FloatArray, path: IntArray, out: FloatA
     whole = len(path) - len(path) % _AT_ONCE
     out[:] = 0
     for at in range(0, whole, _AT_ONCE):  # as many as compilers see not to overlap with `out`
+        for later in range(at + _AHEAD, min(at + _AHEAD + _AT_ONCE, len(path))):
+            read_ahead(values, path[later])
         a, b = values[np.uint32(path[at])], values[np.uint32(path[at + 1])]
         c, d = values[np.uint32(path[at + 2])], values[np.uint32(path[at + 3])]
         e, f = values[np.uint32(path[at + 4])], values[np.uint32(path[at + 5])]

@@ -97,3 +97,9 @@ def test_the_exponential_is_one() -> None:
     assert np.abs(found / np.exp(x.astype(np.float64)) - 1).max() < 2e-7
     assert [exponential(np.float32(value)) for value in (-80.1, -1000, -np.inf)] == [0, 0, 0]
     assert exponential(np.float32(1000)) == exponential(np.float32(80))
+
+
+@pytest.mark.parametrize("token", [-1, 4096])
+def test_a_token_that_is_not_there_is_an_error(compiled: ModelRunner, token: int) -> None:
+    with leased(compiled, 4) as (lease,), pytest.raises(IndexError, match="not in the vocabulary"):
+        compiled.forward([chain_rows(lease, 0, [5, token])])
