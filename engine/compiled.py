@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 try:
-    from numba import config, njit, types
-    from numba.extending import intrinsic
+    from numba import config, njit
 
     COMPILES = not getattr(config, "DISABLE_JIT", False)
 except ImportError:  # not there, or not for this numpy
@@ -44,13 +43,14 @@ def compiled(function: F, long: bool = False) -> F:
 
 
 if COMPILES:
+    from numba import types
+    from numba.extending import intrinsic
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _prefetch(context: Any, address: Any) -> Any:
+    def _prefetching(context: Any, address: Any) -> Any:
         """Has the cache line at an address (bytes) read ahead; any address may be given."""
         from llvmlite import ir
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
             kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
             function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
@@ -60,7 +60,9 @@ if COMPILES:
             builder.call(function, [builder.inttoptr(arguments[0], byte), to_read, in_all_caches, data])
             return context.get_dummy_value()
 
-        return types.void(types.uint64), generate
+        return types.void(types.uint64), write
+
+    _prefetch: Any = intrinsic(_prefetching)
 
     @partial(compiled, long=True)
     def read_ahead(matrix: Any, row: int) -> None:
