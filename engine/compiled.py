@@ -43,12 +43,12 @@ def compiled(function: F, long: bool = False) -> F:
 
 
 if COMPILES:
+    from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
 
     def _prefetching(context: Any, address: Any) -> Any:
         """Has the cache line at an address (bytes) read ahead; any address may be given."""
-        from llvmlite import ir
 
         def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)

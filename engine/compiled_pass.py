@@ -56,9 +56,11 @@ class CompiledDecoder:
         linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         norms = [norm for layer in layers for norm in (layer.before_attention, layer.before_mlp)]
         handles = torch_calls.handles_of([each.packed for each in linears])
-        weakref.finalize(self, torch_calls.release_all, handles)
+        # Not when the process ends: a thread may be in a pass then.
+        weakref.finalize(self, torch_calls.release_all, handles).atexit = False
         biases = [each.bias if each.bias.any() else each.bias[:0] for each in linears]
-        cosines, sines = _rotations(base, length)
+        half = layers[0].dim // 2  # both halves of a head are turned by the same angles
+        cosines, sines = (side[:, :half].contiguous() for side in _rotations(base, length))
         self._weights = _Weights(
             torch_calls.names(),
             base.embed_tokens.weight.numpy(),
@@ -99,25 +101,32 @@ def compiled_decoder(model: Any, pool: KVPool) -> CompiledDecoder | None:
 
 
 def _fits(base: Any) -> bool:
-    layers = getattr(base, "layers", None)
+    layers: Any = getattr(base, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList) or not all(isinstance(layer, FusedLayer) for layer in layers):
         return False
+    layers = list(layers)
     linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     norms = [norm for layer in layers for norm in (layer.before_attention, layer.before_mlp)]
     return (
         all(isinstance(each, HalfLinear) for each in linears)
+        and len({(layer.heads, layer.dim, layer.scale, layer.down.weight.shape) for layer in layers}) == 1
         and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in (base.norm, *norms))
         and type(base.embed_tokens) is torch.nn.Embedding
         and base.rotary_emb.rope_type in _FIXED_ROTATIONS
+        and all(_alike(side, layers[0].dim) for side in _rotations(base, 2))
     )
+
+
+def _alike(rotation: torch.Tensor, dim: int) -> bool:
+    """Whether whole heads are turned, and both halves by the same angles; rotation: [positions, features]."""
+    return rotation.shape[1] == dim and torch.equal(*rotation.chunk(2, 1))
 
 
 @torch.inference_mode()
 def _rotations(base: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the angles at each position [positions, head_dim / 2], the same for both halves of a head."""
+    """Cosines and sines of the angles at each position, [positions, head_dim]."""
     cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length)[None])
-    half = cosines.shape[-1] // 2
-    return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+    return cosines[0], sines[0]
 
 
 @_long

@@ -179,7 +179,7 @@ class FusedLayer(torch.nn.Module):
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.qkv, self.out = attention.q_proj.joined.linear, attention.o_proj
         self.gate_up, self.down = mlp.gate_proj.joined.linear, mlp.down_proj
-        self._index, self.scale, self._dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self._index, self.scale, self.dim = attention.layer_idx, attention.scaling, attention.head_dim
         self._current = attention.paceline
         self.heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
 
@@ -200,8 +200,8 @@ class FusedLayer(torch.nn.Module):
     def ask(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
         """What comes before the attention: writes the rows' KV, returns their queries [heads, rows, head_dim]."""
         heads, kv_heads = self.heads, self._kv_heads
-        qkv = self.qkv(self.before_attention(x)).view(-1, heads + 2 * kv_heads, self._dim)
-        turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self._dim // 2)
+        qkv = self.qkv(self.before_attention(x)).view(-1, heads + 2 * kv_heads, self.dim)
+        turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self.dim // 2)
         part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
         return turned[:, :heads].transpose(0, 1)
 
@@ -211,7 +211,7 @@ class FusedLayer(torch.nn.Module):
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """What comes behind the attention; x: as `ask` took it."""
-        x = x + self.out(attended.reshape(-1, self.heads * self._dim))
+        x = x + self.out(attended.reshape(-1, self.heads * self.dim))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         out: torch.Tensor = self.down(F.silu(gate).mul_(up)).add_(x)
         return out
