@@ -156,7 +156,9 @@ class Part:
 class Together(NamedTuple):
     """Sequences whose rows attend in one call for each sequence, as compiled loops know them."""
 
-    spans: IntArray  # [n, 2]: a sequence's first row, and how many there are
+    spans: (
+        IntArray  # [n, 3]: a sequence's first row, how many there are, and its first slot, or -1 if they are scattered
+    )
     slots: IntArray  # that any of its rows sees, one sequence after the other
     starts: IntArray  # [n + 1]: where each one's begin
     bias: FloatArray  # 0 where visible, else -inf, [fold x rows, slots] of each
@@ -164,7 +166,7 @@ class Together(NamedTuple):
 
 
 _START = np.zeros(1, np.int32)
-_NONE_TOGETHER = Together(np.zeros((0, 2), np.int32), np.zeros(0, np.int32), _START, _NO_BIAS, _START)
+_NONE_TOGETHER = Together(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), _START, _NO_BIAS, _START)
 
 
 class Seen(NamedTuple):
@@ -274,8 +276,11 @@ class Layout:
     def _together(self, sequences: Sequence[tuple[SequenceRows, int]]) -> Together:
         if not sequences:
             return _NONE_TOGETHER
-        spans = np.array([(first, len(rows.tokens)) for rows, first in sequences], np.int32)
         slots = [np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots]) for rows, _ in sequences]
+        spans = [
+            (first, len(rows.tokens), own[0] if _consecutive(own, own[0]) else -1)
+            for (rows, first), own in zip(sequences, slots, strict=True)
+        ]
         biases = [
             _NO_BIAS
             if rows.visible.all()
@@ -283,7 +288,7 @@ class Layout:
             for rows, _ in sequences
         ]
         starts, bias_starts = (np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in (slots, biases))
-        return Together(spans, np.concatenate(slots), starts, np.concatenate(biases), bias_starts)
+        return Together(np.array(spans, np.int32), np.concatenate(slots), starts, np.concatenate(biases), bias_starts)
 
     def _shared(self, rows: SequenceRows, start: int, padding: int, window: int | None) -> Group:
         """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""

@@ -24,9 +24,10 @@ F = TypeVar("F", bound=Callable[..., object])
 def compiled(function: F, long: bool = False) -> F:
     """Compiles a function of arrays and numbers at its first call, and keeps that on disk where it can.
 
-    long: it lets other threads run meanwhile, and may add up in another order to be faster; what was kept on disk doesn't
-    know of changes to that. Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is:
-    slower, not different, but for such sums.
+    long: it lets other threads run meanwhile, and may add up in another order to be faster. What is kept on disk is made
+    anew when the function's own file changes, not when a function in another file does that it calls, nor when this one
+    does: whoever changes those removes the folders `__pycache__`. Beside an engine that doesn't bring numba
+    (cluster.vllm_proposer), the function stays as it is: slower, not different, but for such sums.
     """
     if not COMPILES:
         return function
@@ -94,7 +95,9 @@ def exponential(x: np.float32) -> np.float32:
     series = series * rest + np.float32(5.0000001201e-1)
     mantissa = series * rest * rest + rest + np.float32(1)
     exponent = np.uint32(np.int32(np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return mantissa * exponent if x >= np.float32(-80) else np.float32(0)
+    if x != x:  # held to a number above
+        return x
+    return np.float32(0) if x < np.float32(-80) else mantissa * exponent
 
 
 def with_fields(records: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from engine import torch_calls
 from engine.attention import Layout, Together
 from engine.compiled import compiled, exponential
-from engine.cpu import FusedLayer, FusedNorm, HalfLinear
+from engine.cpu import FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of
 from engine.kv import KVPool
 from engine.row_attention import attend_rows
 from engine.torch_calls import attention, handle_of, linear, release
@@ -24,7 +24,6 @@ from engine.types import FloatArray, IntArray
 
 Longs = npt.NDArray[np.int64]
 _long = partial(compiled, long=True)
-_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 
 
 class _Weights(NamedTuple):
@@ -92,27 +91,21 @@ class CompiledDecoder:
 
 def compiled_decoder(model: Any, pool: KVPool) -> CompiledDecoder | None:
     """The model's decoder as one call; None where its parts are not all of the kinds known here."""
-    if not torch_calls.AVAILABLE or not _fits(model.base_model):
+    if not torch_calls.available() or not _fits(model.base_model):
         return None
-    # No position is beyond the pool.
-    return CompiledDecoder(
-        model.base_model, pool, min(int(model.config.max_position_embeddings), pool.pages * pool.page_size)
-    )
+    return CompiledDecoder(model.base_model, pool, positions_of(model, pool))
 
 
 def _fits(base: Any) -> bool:
-    layers: Any = getattr(base, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList) or not all(isinstance(layer, FusedLayer) for layer in layers):
+    if not is_plain_decoder(base):
         return False
-    layers = list(layers)
+    layers: list[Any] = list(base.layers)
     linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     norms = [norm for layer in layers for norm in (layer.before_attention, layer.before_mlp)]
     return (
         all(isinstance(each, HalfLinear) for each in linears)
         and len({(layer.heads, layer.dim, layer.scale, layer.down.weight.shape) for layer in layers}) == 1
         and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in (base.norm, *norms))
-        and type(base.embed_tokens) is torch.nn.Embedding
-        and base.rotary_emb.rope_type in _FIXED_ROTATIONS
         and all(_alike(side, layers[0].dim) for side in _rotations(base, 2))
     )
 
@@ -148,6 +141,8 @@ def _pass(
     for row in range(n):
         if not 0 <= tokens[row] < len(weights.embedding):
             raise IndexError("a token is not in the vocabulary")
+        if not (0 <= positions[row] < len(weights.cosines) and 0 <= write[row] < data.shape[3]):
+            raise IndexError("a row is at no position or has no slot")
         x[row] = weights.embedding[tokens[row]]
     normed, added = np.empty_like(x), np.empty_like(x)
     qkv = np.empty((n, heads + 2 * kv_heads, dim), np.float32)
@@ -240,7 +235,7 @@ def _attend_together(
 
     qkv: [rows, heads + 2 kv_heads, head_dim]; out: [rows, heads, head_dim].
     """
-    first, count = together.spans[group]
+    first, count, start = together.spans[group]
     slots = together.slots[together.starts[group] : together.starts[group + 1]]
     kv_heads, dim, n = keys.shape[0], keys.shape[2], len(slots)
     fold = out.shape[1] // kv_heads
@@ -252,8 +247,7 @@ def _attend_together(
     bias = hidden.reshape(-1, n)
     asked = folded.reshape(kv_heads, fold * count, dim)
     answered = np.empty_like(asked)
-    start = slots[0]
-    if slots[-1] - start == n - 1 and (np.diff(slots) == 1).all():
+    if start >= 0:
         attention(asked, keys[:, start : start + n], values[:, start : start + n], bias, scale, answered)
     else:
         own_keys, own_values = np.empty((kv_heads, n, dim), np.float32), np.empty((kv_heads, n, dim), np.float32)

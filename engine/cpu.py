@@ -13,11 +13,13 @@ import torch.nn.functional as F
 
 from engine.attention import Part
 from engine.choice import Weights
+from engine.kv import KVPool
 from engine.quantized import WORTH_ROUNDING
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
+_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}  # no norms on queries and keys
 
 # In TorchScript, since a recording can't call the operation with an empty list from Python.
@@ -258,6 +260,22 @@ def speed_up(model: torch.nn.Module, fuse: bool, weights: Weights = "auto") -> N
             for index, layer in enumerate(layers):
                 if _is_plain(layer):
                     layers[index] = FusedLayer(layer, config)
+
+
+def is_plain_decoder(base: Any) -> bool:
+    """Whether a model without its output layer is embeddings, FusedLayers and a norm, with rotations by position alone."""
+    layers = getattr(base, "layers", None)
+    return (
+        isinstance(layers, torch.nn.ModuleList)
+        and all(isinstance(layer, FusedLayer) for layer in layers)
+        and type(getattr(base, "embed_tokens", None)) is torch.nn.Embedding
+        and getattr(base.rotary_emb, "rope_type", None) in _FIXED_ROTATIONS
+    )
+
+
+def positions_of(model: Any, pool: KVPool) -> int:
+    """How many positions a model and its pool have at most."""
+    return min(int(model.config.max_position_embeddings), pool.pages * pool.page_size)
 
 
 def _is_plain(layer: Any) -> bool:

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import Group, Heads, Layout, Part
-from engine.cpu import FusedLayer, HalfLinear, Int8Linear, PackedLinear
+from engine.cpu import FusedLayer, HalfLinear, Int8Linear, PackedLinear, is_plain_decoder, positions_of
 from engine.kv import KVPool
-
-_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 
 
 class Recording:
@@ -155,13 +153,6 @@ class FusedDecoder:
 
 def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None:
     """The model's decoder in recordings; None where its parts are not all of the kinds known here."""
-    base, config = model.base_model, model.config
-    layers = getattr(base, "layers", None)
-    known = (
-        isinstance(layers, torch.nn.ModuleList)
-        and all(isinstance(layer, FusedLayer) for layer in layers)
-        and type(getattr(base, "embed_tokens", None)) is torch.nn.Embedding
-        and getattr(base.rotary_emb, "rope_type", None) in _FIXED_ROTATIONS
-    )
-    length = min(int(config.max_position_embeddings), pool.pages * pool.page_size)  # no position is beyond the pool
-    return FusedDecoder(base, pool, heads, length) if known else None
+    if not is_plain_decoder(model.base_model):
+        return None
+    return FusedDecoder(model.base_model, pool, heads, positions_of(model, pool))

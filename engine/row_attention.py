@@ -17,9 +17,8 @@ from engine.types import FloatArray, IntArray
 
 _NOTHING = np.zeros(0, np.int32)
 _AT_ONCE = 8  # values
-_AHEAD = (
-    16  # keys or values; with 8 to 32 many sequences take a quarter less time than with none (benchmarks/README.md)
-)
+# Keys or values; with 8 to 32 many sequences take a quarter less time than with none (benchmarks/README.md).
+_AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
-"""Operations of torch for compiled loops, by the C interface that torch keeps stable for extensions.
+"""Operations of torch for compiled loops, by the C interfaces that torch has for extensions and for what it compiles.
 
 Neither the interpreter nor its lock takes part. A handle is the address of a tensor; one over an array copies nothing.
+Where an operation fails, which it does only for want of memory, handles of the pass are lost.
 """
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +20,48 @@ _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _LINEAR = ctypes.create_string_buffer(b"aten::fbgemm_linear_fp16_weight_fp32_activation")
 _OUT = ctypes.create_string_buffer(b"out")  # the overload that writes to a tensor it is given
 _FLOAT32, _CPU, _ANY = np.int32(6), np.int32(0), np.int32(-1)  # torch's numbers of a dtype, a device and its index
-_FLASH = "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu"
+_FUNCTIONS = (
+    "torch_call_dispatcher",
+    "aoti_torch_new_tensor_handle",
+    "aoti_torch_delete_tensor_object",
+    "aoti_torch_create_tensor_from_blob",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu",
+)
 _WORD = 8  # bytes
 _long = partial(compiled, long=True)
 
 
-def _find() -> bool:
+@cache
+def available() -> bool:
     """Makes torch's functions known to compiled loops; whether they are there and as expected."""
     if not COMPILES or not _LIBRARY.is_file():
         return False
     library = ctypes.CDLL(str(_LIBRARY))
-    if not all(hasattr(library, name) for name in ("torch_call_dispatcher", _FLASH)):  # both from torch 2.10 on
+    if not all(hasattr(library, name) for name in _FUNCTIONS) or not hasattr(torch._C, "_aoti"):
         return False
-    from llvmlite import binding
-
     binding.load_library_permanently(str(_LIBRARY))
     some = torch.zeros(1, 2, 3, 4)
     attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(some, some, some)[0]
     return bool(attended.is_contiguous())
 
 
-AVAILABLE = _find()
-
-if AVAILABLE:
+if COMPILES:
+    from llvmlite import binding
     from numba import types
 
-    def _function(name: str, *arguments: Any, returns: Any = types.int32) -> Any:
+    _N, _I, _D, _W = types.uint64, types.int64, types.float64, types.int32
+
+    def _function(name: str, *arguments: Any, returns: Any = _W) -> Any:
         """A function of the library, for compiled loops; most return an error's number, or 0."""
         return types.ExternalFunction(name, returns(*arguments))
 
-    _N, _I, _D, _W = types.uint64, types.int64, types.float64, types.int32
-    _call = _function("torch_call_dispatcher", _N, _N, _N, _N)
-    _share = _function("aoti_torch_new_tensor_handle", _N, _N)
-    _release = _function("aoti_torch_delete_tensor_object", _N)
-    _over = _function("aoti_torch_create_tensor_from_blob", _N, _I, _N, _N, _I, _W, _W, _W, _N)
-    _data = _function("aoti_torch_get_data_ptr", _N, _N)
-    _flash = _function(_FLASH, _N, _N, _N, _D, _W, _N, _N, _N, _N)
+    _call = _function(_FUNCTIONS[0], _N, _N, _N, _N)
+    _share = _function(_FUNCTIONS[1], _N, _N)
+    _release = _function(_FUNCTIONS[2], _N)
+    _over = _function(_FUNCTIONS[3], _N, _I, _N, _N, _I, _W, _W, _W, _N)
+    _data = _function(_FUNCTIONS[4], _N, _N)
+    _flash = _function(_FUNCTIONS[5], _N, _N, _N, _D, _W, _N, _N, _N, _N)
     _copy = _function("memcpy", _N, _N, _N, returns=_N)
 
 
@@ -66,8 +73,8 @@ def names() -> Any:
 
 def handles_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Handles that hold these tensors until `release_all`."""
-    address = ctypes.pythonapi.PyCapsule_GetPointer
-    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    address = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
     return [int(address(torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(tensor), None)) for tensor in tensors]
 
 
@@ -83,7 +90,7 @@ def release_all(handles: Sequence[int]) -> None:
 
 @_long
 def handle_of(array: FloatArray) -> np.uint64:
-    """A handle of a matrix, to be released while there is the array."""
+    """A handle of a matrix, to be used while there is the array, and released then or later."""
     rows, columns = array.shape
     return _over_array(array, np.array([1, 1, rows, columns]), columns, rows * columns)
 

@@ -1,5 +1,7 @@
 """A pass as one compiled call: transformers' numbers, whatever attends with whom."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import attention
+from engine import attention, torch_calls
 from engine.attention import chain_rows
 from engine.compiled import exponential
 from engine.compiled_pass import CompiledDecoder
+from engine.recorded import FusedDecoder
 from engine.runner import ModelRunner
 from tests import exact
 from tests.exact import Tokens
@@ -26,14 +29,22 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
     "some biases": ("qwen2", {}),
     "rotations": ("llama", dict(rope_parameters=LLAMA3)),
+    "rotations with a scale": ("llama", dict(rope_parameters=YARN)),
     "wide heads": ("mistral", dict(head_dim=32, sliding_window=None)),
     "a head of keys for each": ("llama", dict(num_key_value_heads=4)),
 }
+
+
+pytestmark = pytest.mark.skipif(
+    not torch_calls.available() or "fbgemm" not in torch.backends.quantized.supported_engines,
+    reason="needs numba, and a torch with FBGEMM",
+)
 
 
 @pytest.fixture
@@ -96,6 +107,7 @@ def test_the_exponential_is_one() -> None:
     found = np.array([exponential(value) for value in x])
     assert np.abs(found / np.exp(x.astype(np.float64)) - 1).max() < 2e-7
     assert [exponential(np.float32(value)) for value in (-80.1, -1000, -np.inf)] == [0, 0, 0]
+    assert np.isnan(exponential(np.float32(np.nan)))
     assert exponential(np.float32(1000)) == exponential(np.float32(80))
 
 
@@ -103,3 +115,44 @@ def test_the_exponential_is_one() -> None:
 def test_a_token_that_is_not_there_is_an_error(compiled: ModelRunner, token: int) -> None:
     with leased(compiled, 4) as (lease,), pytest.raises(IndexError, match="not in the vocabulary"):
         compiled.forward([chain_rows(lease, 0, [5, token])])
+
+
+def test_without_torchs_functions_a_pass_is_recorded(
+    compiled: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_calls, "available", lambda: False)
+    other = ModelRunner(exact.TARGET, dtype="float32", kv_tokens=256)
+    assert isinstance(other._decoder, FusedDecoder)
+    with leased(compiled, 70) as (lease,), leased(other, 70) as (other_lease,):
+        tokens = prompts[0][:70]
+        assert_close(prefill(compiled, lease, tokens), prefill(other, other_lease, tokens))
+
+
+def test_a_runner_that_goes_takes_its_handles_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    release_all = torch_calls.release_all
+
+    def recorded(handles: list[int]) -> None:
+        released.extend(handles)
+        release_all(handles)
+
+    monkeypatch.setattr(torch_calls, "release_all", recorded)
+    runner = ModelRunner(exact.DRAFT, dtype="float32", kv_tokens=64)
+    expected = runner._decoder._weights.linears.ravel().tolist()  # type: ignore[union-attr]
+    del runner
+    gc.collect()
+    assert released == expected
+    assert len(expected) == 8  # two layers
+
+
+def test_threads_do_not_disturb_each_other(compiled: ModelRunner, prompts: list[Tokens]) -> None:
+    """Passes run at the same time: nothing of theirs is shared but the pool, where each has its own slots."""
+    with leased(compiled, 64, 64) as leases:
+        for lease, prompt in zip(leases, prompts, strict=False):
+            prefill(compiled, lease, prompt[:40])
+        batches = [[chain_rows(lease, 40, [5, 6, 7], wanted=0)] for lease in leases]
+        alone = [compiled.forward(batch) for batch in batches]
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(30):
+                for found, expected in zip(threads.map(compiled.forward, batches), alone, strict=True):
+                    assert torch.equal(found, expected)
