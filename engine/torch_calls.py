@@ -1,7 +1,7 @@
 """Operations of torch for compiled loops, by the C interfaces that torch has for extensions and for what it compiles.
 
 Neither the interpreter nor its lock takes part. A handle is the address of a tensor; one over an array copies nothing.
-Where an operation fails, which it does only for want of memory, handles of the pass are lost.
+Where an operation fails, as for want of memory, handles of the pass are lost.
 """
 
 import ctypes
@@ -20,14 +20,7 @@ _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _LINEAR = ctypes.create_string_buffer(b"aten::fbgemm_linear_fp16_weight_fp32_activation")
 _OUT = ctypes.create_string_buffer(b"out")  # the overload that writes to a tensor it is given
 _FLOAT32, _CPU, _ANY = np.int32(6), np.int32(0), np.int32(-1)  # torch's numbers of a dtype, a device and its index
-_FUNCTIONS = (
-    "torch_call_dispatcher",
-    "aoti_torch_new_tensor_handle",
-    "aoti_torch_delete_tensor_object",
-    "aoti_torch_create_tensor_from_blob",
-    "aoti_torch_get_data_ptr",
-    "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu",
-)
+_NEEDED: list[str] = []  # names of torch's functions
 _WORD = 8  # bytes
 _long = partial(compiled, long=True)
 
@@ -38,7 +31,7 @@ def available() -> bool:
     if not COMPILES or not _LIBRARY.is_file():
         return False
     library = ctypes.CDLL(str(_LIBRARY))
-    if not all(hasattr(library, name) for name in _FUNCTIONS) or not hasattr(torch._C, "_aoti"):
+    if not all(hasattr(library, name) for name in _NEEDED) or not hasattr(torch._C, "_aoti"):
         return False
     binding.load_library_permanently(str(_LIBRARY))
     some = torch.zeros(1, 2, 3, 4)
@@ -54,14 +47,15 @@ if COMPILES:
 
     def _function(name: str, *arguments: Any, returns: Any = _W) -> Any:
         """A function of the library, for compiled loops; most return an error's number, or 0."""
+        _NEEDED.append(name)
         return types.ExternalFunction(name, returns(*arguments))
 
-    _call = _function(_FUNCTIONS[0], _N, _N, _N, _N)
-    _share = _function(_FUNCTIONS[1], _N, _N)
-    _release = _function(_FUNCTIONS[2], _N)
-    _over = _function(_FUNCTIONS[3], _N, _I, _N, _N, _I, _W, _W, _W, _N)
-    _data = _function(_FUNCTIONS[4], _N, _N)
-    _flash = _function(_FUNCTIONS[5], _N, _N, _N, _D, _W, _N, _N, _N, _N)
+    _call = _function("torch_call_dispatcher", _N, _N, _N, _N)
+    _share = _function("aoti_torch_new_tensor_handle", _N, _N)
+    _release = _function("aoti_torch_delete_tensor_object", _N)
+    _over = _function("aoti_torch_create_tensor_from_blob", _N, _I, _N, _N, _I, _W, _W, _W, _N)
+    _data = _function("aoti_torch_get_data_ptr", _N, _N)
+    _flash = _function("aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu", _N, _N, _N, _D, _W, _N, _N, _N, _N)
     _copy = _function("memcpy", _N, _N, _N, returns=_N)
 
 
