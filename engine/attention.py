@@ -156,9 +156,7 @@ class Part:
 class Together(NamedTuple):
     """Sequences whose rows attend in one call for each sequence, as compiled loops know them."""
 
-    spans: (
-        IntArray  # [n, 3]: a sequence's first row, how many there are, and its first slot, or -1 if they are scattered
-    )
+    spans: IntArray  # [n, 3]: a sequence's first row, how many there are, its first slot (-1: slots are scattered)
     slots: IntArray  # that any of its rows sees, one sequence after the other
     starts: IntArray  # [n + 1]: where each one's begin
     bias: FloatArray  # 0 where visible, else -inf, [fold x rows, slots] of each

@@ -6,6 +6,7 @@ the interpreter, whose lock a server's other threads want.
 """
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,8 +53,7 @@ class CompiledDecoder:
     def __init__(self, base: Any, pool: KVPool, length: int) -> None:
         """base: a model of which `_fits` is true; length: the most positions there can be."""
         layers: list[FusedLayer] = list(base.layers)
-        linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        norms = [norm for layer in layers for norm in (layer.before_attention, layer.before_mlp)]
+        linears, norms = _linears(layers), _norms(base)
         handles = torch_calls.handles_of([each.packed for each in linears])
         # Not when the process ends: a thread may be in a pass then.
         weakref.finalize(self, torch_calls.release_all, handles).atexit = False
@@ -66,7 +66,7 @@ class CompiledDecoder:
             np.array(handles, np.uint64).reshape(-1, 4),
             torch.cat(biases).numpy(),
             np.cumsum([0, *(len(each) for each in biases)], dtype=np.int64),
-            torch.stack([norm.scaled for norm in (*norms, base.norm)]).numpy(),
+            torch.stack([norm.scaled for norm in norms]).numpy(),
             np.float32(base.norm.least),
             cosines.numpy(),
             sines.numpy(),
@@ -100,14 +100,22 @@ def _fits(base: Any) -> bool:
     if not is_plain_decoder(base):
         return False
     layers: list[Any] = list(base.layers)
-    linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    norms = [norm for layer in layers for norm in (layer.before_attention, layer.before_mlp)]
     return (
-        all(isinstance(each, HalfLinear) for each in linears)
+        all(isinstance(each, HalfLinear) for each in _linears(layers))
         and len({(layer.heads, layer.dim, layer.scale, layer.down.weight.shape) for layer in layers}) == 1
-        and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in (base.norm, *norms))
+        and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in _norms(base))
         and all(_alike(side, layers[0].dim) for side in _rotations(base, 2))
     )
+
+
+def _linears(layers: Sequence[Any]) -> list[Any]:
+    """In the order of `_Weights.linears`."""
+    return [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+
+def _norms(base: Any) -> list[Any]:
+    """In the order of `_Weights.norms`."""
+    return [*(norm for layer in base.layers for norm in (layer.before_attention, layer.before_mlp)), base.norm]
 
 
 def _alike(rotation: torch.Tensor, dim: int) -> bool:

@@ -131,7 +131,8 @@ def attention(
 
     bias: [rows, keys], empty for none.
     """
-    handles = np.array([_handle3(query), _handle3(keys), _handle3(values), 0, 0, 0], np.uint64)
+    handles = np.zeros(6, np.uint64)
+    handles[0], handles[1], handles[2] = _handle3(query), _handle3(keys), _handle3(values)
     if bias.size:
         handles[3] = handle_of(bias)
     _attention(handles, np.array([scale]), out)
