@@ -1,23 +1,36 @@
-"""The draft's server of the one bidirectional stream; its clients are in `grpc_link`."""
+"""The draft's server of the one bidirectional stream; its clients are in `grpc_link` and `grpcio_link`.
 
+Beside it, gRPC's health service (Check alone) and reflection, on the same port.
+"""
+
+import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar, cast
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError, Message
+from grpc import StatusCode
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from cluster.grpc_link import ACCEPTED, HEALTH, METHOD, SERVICE, LinkOptions, close_pipes
-from cluster.link import Link, LinkError, Pipe, PipeLink
+from cluster.http2 import Connection, Headers
+from cluster.link import Link, LinkError, Pipe, PipeLink, close_pipes
+from cluster.speculate import ACCEPTED, PATH, SERVICE, LinkOptions
 from cluster.wire import decode_down, encode_up
 from engine.types import Down, Up
 
-_SPARE_WORKERS = 16  # beside the streams: health, reflection, and telling a stream that it is refused
+HEALTH = "grpc.health.v1.Health"
+_SPARE = 16  # connections beside those of targets
+_AGAIN_S = 0.05  # after a connection could not be accepted
+M = TypeVar("M", bound=Message)
 
 
 class DraftServer:
-    """Serves the streams of targets, beside gRPC's health and reflection services, from construction until `stop`."""
+    """Serves the streams of targets from construction until `stop`."""
 
     def __init__(
         self,
@@ -26,87 +39,171 @@ class DraftServer:
         on_connect: Callable[[Link[Up, Down]], None],
         options: LinkOptions | None = None,
     ) -> None:
-        """port: 0 chooses one. on_connect: gets each new stream's link on one of gRPC's threads; must be quick.
+        """port: 0 chooses one. on_connect: gets each new stream's link on a thread that reads; must be quick.
 
         Raises LinkError when the port cannot be had.
         """
-        self._options = options or LinkOptions()
-        self._on_connect = on_connect
-        self._lock = threading.Lock()
+        self.options = options or LinkOptions()
+        self.on_connect = on_connect
+        self._serving = True
+        self._changed = threading.Condition()  # of what follows
         self._streams = 0
-        self._readers: set[threading.Thread] = set()
-        workers = self._options.max_streams + _SPARE_WORKERS
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="paceline-stream")
-        arguments = self._options.channel_arguments()
-        self._server = grpc.server(self._pool, options=arguments, maximum_concurrent_rpcs=workers)
-        self._health = self._add_services()
-        self.address = self._bind(f"[{host}]" if ":" in host else host, port)
-        self._server.start()
+        self._connections: set[_Served] = set()
+        self._reflection = reflection.ReflectionServicer((SERVICE, HEALTH, reflection.SERVICE_NAME))
+        # Methods that answer each message with one.
+        self.answers = {
+            f"/{HEALTH}/Check": self._check,
+            f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": self._describe,
+        }
+        self._listener = _listen(host, port)
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._listener.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, name="paceline-draft-listener", daemon=True)
+        self._accepting.start()
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more streams, gives those there are `grace_s` seconds to end, then ends them; waits for that."""
-        self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s or None).wait()
-        self._pool.shutdown()
-        with self._lock:
-            readers = list(self._readers)
-        for reader in readers:
-            reader.join()
+        self._serving = False
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._accepting.join()
+        with self._changed:
+            self._changed.wait_for(lambda: self._streams == 0, grace_s)
+            connections = list(self._connections)
+        for each in connections:
+            each.connection.close()
 
-    def _add_services(self) -> health.HealthServicer:
-        # No serializers: bytes in, bytes out.
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._speculate)
-        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})])
-        servicer = health.HealthServicer()
-        for name in ("", SERVICE):
-            servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
-        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)
-        return servicer
+    def admit(self) -> None:
+        """Counts one more stream. Raises Refused when there are as many as there may be."""
+        with self._changed:
+            if not self._serving:
+                raise Refused(StatusCode.UNAVAILABLE, "the draft is shutting down")
+            if self._streams >= self.options.max_streams:
+                limit = self.options.max_streams
+                raise Refused(StatusCode.RESOURCE_EXHAUSTED, f"the draft has {limit} streams, its limit")
+            self._streams += 1
 
-    def _bind(self, host: str, port: int) -> str:
+    def stream_ended(self) -> None:
+        """One stream less."""
+        with self._changed:
+            self._streams -= 1
+            self._changed.notify_all()
+
+    def connection_ended(self, served: "_Served") -> None:
+        """One connection less."""
+        with self._changed:
+            self._connections.discard(served)
+
+    def _accept(self) -> None:
+        while self._serving:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                time.sleep(_AGAIN_S)  # it ends, or no file can be opened
+                continue
+            with self._changed:
+                if len(self._connections) >= self.options.max_streams + _SPARE:
+                    connected.close()
+                    continue
+                served = _Served(self, connected)
+                self._connections.add(served)
+            served.connection.start()
+        self._listener.close()
+
+    def _check(self, data: bytes) -> bytes:
+        service = _parsed(HealthCheckRequest, data).service
+        if service not in ("", SERVICE):
+            raise Refused(StatusCode.NOT_FOUND, "there is no such service")
+        status = HealthCheckResponse.SERVING if self._serving else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=status).SerializeToString()
+
+    def _describe(self, data: bytes) -> bytes:
+        request = _parsed(ServerReflectionRequest, data)
+        [response] = self._reflection.ServerReflectionInfo(
+            iter([request]), cast(grpc.ServicerContext, None)
+        )  # not used
+        described: bytes = response.SerializeToString()
+        return described
+
+
+class Refused(Exception):
+    """A request that gets an error, with a status and a text for it."""
+
+    def __init__(self, code: StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code: int = code.value[0]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise LinkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def _parsed(kind: type[M], data: bytes) -> M:
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise Refused(StatusCode.INVALID_ARGUMENT, "not a protobuf message") from error
+    return message
+
+
+class _Served:
+    """Implements Handler for one connection: a target's, or of somebody who asks for health or reflection."""
+
+    def __init__(self, server: DraftServer, connected: socket.socket) -> None:
+        self._server = server
+        self._pipes: dict[int, tuple[Pipe, Pipe]] = {}  # outgoing and incoming, of streams with a link
+        self._answers: dict[int, Callable[[bytes], bytes]] = {}  # of the other streams
+        self.connection = Connection(connected, self, server.options, client=False)
+
+    def opened(self, stream: int, headers: Headers) -> None:
+        path = headers.get(":path", "")
         try:
-            return f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
-        except RuntimeError as error:
-            self._server.stop(0)
-            self._pool.shutdown()
-            raise LinkError(f"cannot listen on {host}:{port}: {error}") from error
+            if path == PATH:
+                self._speculate(stream)
+            elif path in self._server.answers:
+                self._answers[stream] = self._server.answers[path]
+                self.connection.respond(stream)
+            else:
+                raise Refused(StatusCode.UNIMPLEMENTED, "there is no such method")
+        except Refused as refused:
+            self.connection.refuse(stream, refused.code, str(refused))
 
-    def _speculate(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """One stream: runs on one of the pool's threads until it ends, feeding what the link sends."""
-        self._admit(context)
-        incoming, outgoing = Pipe(), Pipe()
-        reader = threading.Thread(target=self._read, args=(requests, incoming), name="paceline-draft-reader")
+    def message(self, stream: int, data: bytes) -> None:
+        if stream in self._pipes:
+            self._pipes[stream][1].put([data])
+        elif answer := self._answers.get(stream):
+            try:
+                self.connection.outgoing(stream).put([answer(data)])
+            except Refused as refused:
+                del self._answers[stream]
+                self.connection.finish(stream, refused.code, str(refused))
 
-        def ended() -> None:
-            with self._lock:
-                self._streams -= 1
-            close_pipes(outgoing, incoming)
+    def ended(self, stream: int, trailers: Headers) -> None:
+        self.connection.finish(stream)
+        self._answers.pop(stream, None)
+        pipes = self._pipes.pop(stream, None)
+        if pipes is not None:
+            self._server.stream_ended()
+            close_pipes(*pipes)
 
-        if not context.add_callback(ended):  # it ended already
-            ended()
-            return
-        with self._lock:
-            self._readers.add(reader)
-        reader.start()
-        self._on_connect(PipeLink(encode_up, decode_down, outgoing, incoming, hang_up=context.cancel))
-        context.send_initial_metadata(ACCEPTED)
-        yield from iter(outgoing.take, None)
+    def lost(self) -> None:
+        for stream in list(self._pipes):
+            self.ended(stream, {})
+        self._server.connection_ended(self)
 
-    def _admit(self, context: grpc.ServicerContext) -> None:
-        limit = self._options.max_streams
-        with self._lock:
-            admitted = self._streams < limit
-            self._streams += admitted
-        if not admitted:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the draft has {limit} streams, its limit")
+    def _speculate(self, stream: int) -> None:
+        self._server.admit()
+        outgoing, incoming = self.connection.outgoing(stream), Pipe()
+        self._pipes[stream] = outgoing, incoming
+        self._server.on_connect(PipeLink(encode_up, decode_down, outgoing, incoming, lambda: self._hang_up(stream)))
+        self.connection.respond(stream, [ACCEPTED])
 
-    def _read(self, requests: Iterator[bytes], incoming: Pipe) -> None:
-        try:
-            for data in requests:
-                incoming.put([data])
-        except grpc.RpcError:
-            pass  # the stream broke: `ended` closes the pipes
-        finally:
-            with self._lock:
-                self._readers.discard(threading.current_thread())
+    def _hang_up(self, stream: int) -> None:
+        self.connection.reset(stream)
+        if self._pipes.pop(stream, None) is not None:
+            self._server.stream_ended()

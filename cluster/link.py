@@ -114,12 +114,21 @@ class Pipe:
         with self._changed:
             while not self.readable():
                 self._changed.wait()
-            if self.closed:
-                return None
-            self._taken = True
-            _, frame = self._frames.popleft()
-            self._bytes -= len(frame)
-            return frame
+            return self._take_first()
+
+    def take_now(self) -> bytes | None:
+        """The same for a transport that doesn't wait: None also where there is no frame."""
+        self._settle()
+        with self._changed:
+            return self._take_first()
+
+    def _take_first(self) -> bytes | None:
+        if self.closed or not self._frames:
+            return None
+        self._taken = True
+        _, frame = self._frames.popleft()
+        self._bytes -= len(frame)
+        return frame
 
     def take_all(self) -> list[tuple[float, bytes]]:
         """Every frame there is, with when it was put; also once closed; never blocks."""
@@ -227,10 +236,15 @@ class PipeLink(Generic[Out, In]):
         return LinkStats(self._sent, self._received, dropped, self._garbled)
 
     def close(self) -> None:
-        self._outgoing.close()
-        self._incoming.close()
+        close_pipes(self._outgoing, self._incoming)
         self._incoming.take_all()
         _call(self._hang_up)
+
+
+def close_pipes(outgoing: Pipe, incoming: Pipe) -> None:
+    """Outgoing first: when closing `incoming` wakes the owner, the link reads as dead already."""
+    outgoing.close()
+    incoming.close()
 
 
 def memory_link() -> tuple[Link[Down, Up], Link[Up, Down]]:

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from cluster.content import ContentSessions
-from cluster.grpc_link import ClientLink, connect
-from cluster.link import LinkError
+from cluster.grpcio_link import connect
+from cluster.link import Link, LinkError
 from cluster.target_state import TargetState
 from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
-from engine.types import IntArray
+from engine.types import Down, IntArray, Up
 
 logger = logging.getLogger(__name__)
 ADDRESSES = "PACELINE_DRAFT"  # draft services, several separated by commas
@@ -147,13 +147,13 @@ class Proposals:
         self.times: deque[tuple[float, float]] = deque(maxlen=_TIMES)  # see RemoteProposer.take_times
         self._state = TargetState(options.vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._sessions = ContentSessions(self._state)
-        self._links: dict[int, ClientLink] = {}
+        self._links: dict[int, Link[Down, Up]] = {}
         self._next_link = 0
         self._failed: Exception | None = None  # of the thread that receives
         self._changed = threading.Condition()  # guards state, sessions and links; told when something was received
-        self._made: queue.SimpleQueue[ClientLink] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[Link[Down, Up]] = queue.SimpleQueue()
         self._arrived = threading.Event()  # something can be received
-        self._connected: dict[str, ClientLink] = {}  # by address; the connecting thread's
+        self._connected: dict[str, Link[Down, Up]] = {}  # by address; the connecting thread's
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._keep_connected, name="paceline-connect", daemon=True),

@@ -15,11 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from cluster import grpcio_link
 from cluster import link as link_module
 from cluster.faulty_link import FaultyLink, nonsense
-from cluster.grpc_link import METHOD, SERVICE, LinkOptions, connect
+from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.link import Link, LinkError, memory_link
+from cluster.speculate import PATH, SERVICE, LinkOptions
 from cluster.wire import decode_down, decode_up, encode_down, encode_up
 from engine.types import Close, Commit, Down, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
 
@@ -96,13 +98,24 @@ def grpc_ends() -> Iterator[Ends]:
 
 
 @contextmanager
+def grpcio_ends() -> Iterator[Ends]:
+    """The target's end as in vLLM's process."""
+    with draft_server() as draft:
+        target = grpcio_link.connect(draft.server.address, PATIENCE_S)
+        try:
+            yield target, draft.next_link()
+        finally:
+            target.close()
+
+
+@contextmanager
 def memory_ends() -> Iterator[Ends]:
     target, draft = memory_link()
     yield target, draft
     target.close()
 
 
-@pytest.fixture(params=[memory_ends, grpc_ends], ids=["memory", "grpc"])
+@pytest.fixture(params=[memory_ends, grpc_ends, grpcio_ends], ids=["memory", "grpc", "grpcio"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     with request.param() as pair:
         yield pair
@@ -371,7 +384,7 @@ def test_streams_beyond_the_limit_are_refused_until_one_ends() -> None:
 
 
 def raw_stream(channel: grpc.Channel) -> "grpc.StreamStreamMultiCallable[bytes, bytes]":
-    return channel.stream_stream(f"/{SERVICE}/{METHOD}")
+    return channel.stream_stream(PATH)
 
 
 def test_bytes_that_are_no_message_are_counted_and_skipped() -> None:

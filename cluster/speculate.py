@@ -1,0 +1,20 @@
+"""The gRPC stream between a target and a draft: its names and limits, for both ends."""
+
+from dataclasses import dataclass
+
+from cluster.pb import draft_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
+METHOD = "Speculate"
+PATH = f"/{SERVICE}/{METHOD}"
+MAX_STREAMS = 64  # targets on one draft replica
+ACCEPTED = ("paceline-stream", "accepted")  # a header of the response to a stream that a link stands behind
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Limits of links over gRPC. Each end pings the other when the connection is silent."""
+
+    max_streams: int = MAX_STREAMS
+    keepalive_time_s: float = 1.0  # silence before a ping
+    keepalive_timeout_s: float = 1.5  # from a ping until the link is dead
