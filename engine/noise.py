@@ -98,19 +98,34 @@ def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, Fl
     Returns tokens [n, m], -1 behind the last one, and their noise [n, m], as `gumbel` gives it. The third, [n], is False for
     rows whose best may be among others too: more of them are equal within rounding than are kept.
     """
-    tokens, uniforms, sure = _contenders(values, keys, count, count + _SPARE)
+    tokens, uniforms, _, sure, _ = _contenders(values, keys, count, count + _SPARE)
     noise: FloatArray = _noise_of(torch.from_numpy(uniforms)).numpy()
     return tokens, noise, sure
 
 
+def best_within_rounding(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, Doubles, BoolArray]:
+    """The `count` best of values + noise in each row [n, vocab_size], the best first, and their scores, both [n, count].
+
+    Scores are in double precision; behind the last one stand token 0 and -inf. The third, [n], is False for rows where
+    `gumbel`'s noise, in single precision, may bring others or another order.
+    """
+    tokens, _, scores, _, clear = _contenders(values, keys, count, count + 1)
+    return np.maximum(tokens[:, :count], 0), scores[:, :count], clear
+
+
 @compiled
-def _contenders(values: FloatArray, keys: Keys, count: int, room: int) -> tuple[IntArray, Doubles, BoolArray]:
-    """The `room` best of each row by scores in double precision, and their uniforms; whether that is enough to be sure."""
+def _contenders(
+    values: FloatArray, keys: Keys, count: int, room: int
+) -> tuple[IntArray, Doubles, Doubles, BoolArray, BoolArray]:
+    """The `room` best of each row by scores in double precision, their uniforms and scores.
+
+    Then whether the `count` best are surely among them, and whether they are surely the first, in this order.
+    """
     rows, size = values.shape
     tokens = np.full((rows, room), -1, np.int32)
     uniforms = np.full((rows, room), 0.5)
-    sure = np.ones(rows, np.bool_)
-    best = np.empty(room)
+    scores = np.full((rows, room), -np.inf)
+    sure, clear = np.ones(rows, np.bool_), np.ones(rows, np.bool_)
     loud, noise, loud_uniforms = np.empty(size + 1, np.int32), np.empty(size), np.empty(size)
     least = np.uint64(max(0.0, 1.0 - _LOUD / size) * 2.0**52)  # bits of the loud ones
     bound = _noise(_uniform(least)) + 1e-9  # of the noise of all others
@@ -125,8 +140,7 @@ def _contenders(values: FloatArray, keys: Keys, count: int, room: int) -> tuple[
         for row in range(first, rows):
             if keys[row] != keys[first]:
                 continue
-            mine, found, theirs = values[row], tokens[row], uniforms[row]
-            best[:] = -np.inf
+            mine, found, theirs, best = values[row], tokens[row], uniforms[row], scores[row]
             for i in range(held):
                 score = mine[loud[i]] + noise[i]
                 if score > best[room - 1]:
@@ -145,9 +159,10 @@ def _contenders(values: FloatArray, keys: Keys, count: int, room: int) -> tuple[
                             if score > best[room - 1]:
                                 _insert(best, found, theirs, score, token, uniform)
                                 limit = _limit(best[room - 1], bound)
-            low, high = best[count - 1], best[room - 1]
-            sure[row] = high == -np.inf or low - _rounding(low) > high + _rounding(high)
-    return tokens, uniforms, sure
+            sure[row] = _apart(best[count - 1], best[room - 1])
+            for place in range(count):
+                clear[row] &= _apart(best[place], best[place + 1])
+    return tokens, uniforms, scores, sure, clear
 
 
 @compiled
@@ -200,6 +215,12 @@ def _uniform(bits: np.uint64) -> float:
 @compiled
 def _noise(uniform: float) -> float:
     return -math.log(-math.log(uniform))
+
+
+@compiled
+def _apart(score: float, next_score: float) -> bool:
+    """Whether rounding can't make the better score the worse one, or the same."""
+    return bool(next_score == -np.inf or score - _rounding(score) > next_score + _rounding(next_score))
 
 
 @compiled
