@@ -81,7 +81,8 @@ class DraftReplica:
     def _turn(self) -> bool:
         started = time.monotonic()
         heard = self._listen()
-        self._send()  # what a miss made worth telling again doesn't wait for a draft step
+        if heard:
+            self._send()  # what a miss made worth telling again doesn't wait for a draft step
         grown = self._grow()
         if grown:
             for cadence in self._cadences.values():
@@ -177,6 +178,8 @@ class DraftReplica:
 
     def _send(self, everything: bool = False) -> None:
         """One coalesced message for each target that took the last one, and waits or will look before the next is due."""
+        if not self._fresh and not self._state.asks:
+            return
         now = time.monotonic()
         urgent = {self._state.stream_of(key) for key in self._fresh if key in self._urgent}
         waited_for = {stream for stream in urgent if self._cadences[stream].waits}

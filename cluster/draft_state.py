@@ -117,6 +117,11 @@ class DraftState:
         return [NeedPrefix(tuple(unknown))] if unknown else []
 
     @property
+    def asks(self) -> bool:
+        """Whether there are prefixes to ask for."""
+        return bool(self._unknown)
+
+    @property
     def sessions(self) -> int:
         """How many there are."""
         return len(self._sessions)

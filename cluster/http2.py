@@ -1,8 +1,8 @@
 """HTTP/2 connections that carry the messages of gRPC's streams, both ends, by the h2 library.
 
 One thread reads a connection; whoever sends writes to the socket itself. grpcio hands every message from thread to thread,
-on the cores and under the lock that steps need, which took a fifth of a step of 2 ms (benchmarks/README.md). How messages are
-framed: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
+on the cores and under the lock that steps need, which took a fifth of a step of 2 ms (benchmarks/README.md). How messages
+are framed: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 """
 
 import os

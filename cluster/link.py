@@ -205,6 +205,8 @@ class PipeLink(Generic[Out, In]):
 
     def receive_timed(self) -> list[tuple[float, In]]:
         messages: list[tuple[float, In]] = []
+        if not self._incoming.readable():
+            return messages
         for put, frame in self._incoming.take_all():
             try:
                 messages += [(put, message) for message in self._decode(frame)]

@@ -16,7 +16,7 @@ from engine.tree import ROOT, TokenTree
 from engine.types import Growth, KVHandle, SamplingParams
 from engine.verify import walk
 
-_WARM_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+_WARM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 
 
 def warm_up(

@@ -249,24 +249,23 @@ class Layout:
         """The same for a compiled pass; it knows of no windows."""
         write = self._padded(self._slots, start, stop, padding).numpy()
         single, together = self._split(start, stop, None)
-        return Seen(write, Paths.of(single), self._together(together))
+        return Seen(write, Paths.joined(single), self._together(together))
 
     def _groups(self, start: int, stop: int, window: int | None) -> list[Group | Paths]:
         single, together = self._split(start, stop, window)
         groups: list[Group | Paths] = [self._shared(rows, first, 0, window) for rows, first in together]
         if not single:
             return groups
-        return [*groups, Paths.of(single)] if self._by_rows else [*groups, *self._separate(single)]
+        paths = Paths.joined(single)
+        return [*groups, paths] if self._by_rows else [*groups, *self._separate(paths)]
 
-    def _split(
-        self, start: int, stop: int, window: int | None
-    ) -> tuple[list[tuple[int, IntArray]], list[tuple[SequenceRows, int]]]:
-        """Rows that attend one by one, as `_paths` returns them, and sequences that don't, with their first rows."""
-        single: list[tuple[int, IntArray]] = []
+    def _split(self, start: int, stop: int, window: int | None) -> tuple[list[Paths], list[tuple[SequenceRows, int]]]:
+        """Rows that attend one by one, by sequence, and sequences that don't, with their first rows."""
+        single: list[Paths] = []
         together: list[tuple[SequenceRows, int]] = []
         for rows, first in zip(self._batch, self.starts, strict=True):
             if self._invariant or (self._by_rows and _are_few(rows)):
-                single += self._paths(rows, first, start, stop, window)
+                single.append(self._paths(rows, first, start, stop, window))
             else:
                 together.append((rows, first))
         return single, together
@@ -310,19 +309,14 @@ class Layout:
             return self._pool.data[:, :, :, first + skipped : first + count]
         return self._tensor(np.concatenate([rows.lease.slots[skipped : rows.prefix], rows.tree_slots]))
 
-    def _paths(
-        self, rows: SequenceRows, first: int, start: int, stop: int, window: int | None
-    ) -> list[tuple[int, IntArray]]:
+    def _paths(self, rows: SequenceRows, first: int, start: int, stop: int, window: int | None) -> Paths:
         """Those of a sequence's rows that are among start..stop, counted from there, with the slots that each sees."""
-        paths = []
-        for i in range(max(start - first, 0), min(stop - first, len(rows.tokens))):
-            below = rows.tree_slots[rows.visible[i]]
-            skipped = 0 if window is None else max(rows.prefix + len(below) - window, 0)
-            path = np.concatenate([rows.lease.slots[min(skipped, rows.prefix) : rows.prefix], below])
-            paths.append((first + i - start, path if window is None else path[-window:]))
-        return paths
+        low, high = max(start - first, 0), max(start - first, 0, min(stop - first, len(rows.tokens)))
+        prefix, visible = rows.lease.slots[: rows.prefix], rows.visible[low:high]
+        paths = Paths.below(prefix, rows.tree_slots, visible, first + low - start)
+        return paths if window is None else Paths.of([(row, path[-window:]) for row, path in paths])
 
-    def _separate(self, paths: list[tuple[int, IntArray]]) -> list[Group]:
+    def _separate(self, paths: Paths) -> list[Group]:
         """Every row by itself: its keys in position order, padded to a length that its position alone decides."""
         alike: dict[int, list[tuple[int, IntArray]]] = {}
         for row, path in paths:

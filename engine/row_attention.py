@@ -4,7 +4,7 @@ One call of torch's attention for every sequence costs more than the arithmetic 
 sequences copies their keys. A row's bits depend on its own path alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.compiled import compiled, exponential, read_ahead
-from engine.types import FloatArray, IntArray
+from engine.types import BoolArray, FloatArray, IntArray
 
 _NOTHING = np.zeros(0, np.int32)
 _AT_ONCE = 8  # values
@@ -36,6 +36,23 @@ class Paths:
         starts = np.array(list(accumulate((len(path) for _, path in paths), initial=0)), np.int32)
         return cls(rows, np.concatenate([_NOTHING, *(path for _, path in paths)]), starts)
 
+    @classmethod
+    def below(cls, prefix: IntArray, tree_slots: IntArray, visible: BoolArray, first: int) -> "Paths":
+        """Rows first, first + 1 and so on, which see all of `prefix` and the `tree_slots` that theirs of `visible` names."""
+        return cls(*_below(prefix, tree_slots, visible, first))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Paths"]) -> "Paths":
+        """All paths of several."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls.of([path for part in parts for path in part])
+
+    def __iter__(self) -> Iterator[tuple[int, IntArray]]:
+        """Each row with the slots that it sees."""
+        for i, row in enumerate(self.rows.tolist()):
+            yield row, self.slots[self.starts[i] : self.starts[i + 1]]
+
     def attend(
         self,
         query: torch.Tensor,
@@ -56,6 +73,27 @@ class Paths:
         attend_rows(
             queries, keys, values, self.rows, self.slots, self.starts, scale, float(cap or 0.0), heads, out.numpy()
         )
+
+
+@compiled
+def _below(
+    prefix: IntArray, tree_slots: IntArray, visible: BoolArray, first: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """The fields of Paths; see Paths.below."""
+    count, before = len(visible), len(prefix)
+    starts = np.zeros(count + 1, np.int32)
+    for i in range(count):
+        starts[i + 1] = starts[i] + before + visible[i].sum()
+    slots = np.empty(starts[count], np.int32)
+    for i in range(count):
+        at = starts[i]
+        slots[at : at + before] = prefix
+        at += before
+        for column in range(len(tree_slots)):
+            if visible[i, column]:
+                slots[at] = tree_slots[column]
+                at += 1
+    return np.arange(first, first + count).astype(np.int32), slots, starts
 
 
 @partial(compiled, long=True)

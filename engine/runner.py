@@ -34,7 +34,7 @@ ATTENTION = "paceline"
 UNCOMPILED = "paceline-uncompiled"  # the same in a compiled model
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
 _WORTH_BF16 = 1024  # features; on CPUs a smaller model's bfloat16 passes are mostly overhead per operation
-# Row counts the model is called with, two are as fast as one; above 240, multiples of 64.
+# Row counts that models are called with which make something of each, as by recording; above 240, multiples of 64.
 _BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))
 
 
@@ -191,7 +191,7 @@ class ModelRunner:
         return self.logits(self.hidden)
 
     def _hidden(self, layout: Layout, start: int, stop: int) -> torch.Tensor:
-        """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded to a bucket."""
+        """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded as `called_with` says."""
         padding = self.called_with(stop - start) - (stop - start)
         tokens, positions = layout.inputs(start, stop, padding)
         positions.clamp_(max=self._last)
@@ -204,7 +204,7 @@ class ModelRunner:
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The output head on [n, hidden_size], called with bucketed row counts."""
+        """The output head on [n, hidden_size], called with as many rows as the model."""
         n = len(hidden)
         if n == 0:
             return hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
@@ -221,6 +221,8 @@ class ModelRunner:
         """The number of rows, padding included, that the model computes for this many; 0 for 0."""
         if self.invariant:
             return -(-rows // self._rows) * self._rows
+        if isinstance(self._decoder, CompiledDecoder):
+            return max(rows, self._decoder.least_rows) if rows else 0
         return next((bucket for bucket in (0, *_BUCKETS) if bucket >= rows), -(-rows // 64) * 64)
 
 

@@ -245,9 +245,15 @@ def test_rows_beyond_the_largest_bucket_are_computed(fast_target: ModelRunner, p
         assert_close(whole, prefill(fast_target, second, tokens, chunk=52))
 
 
-def test_rows_are_rounded_up_to_buckets(fast_target: ModelRunner) -> None:
-    rows = [1, 9, 16, 17, 64, 65, 240, 241]
-    assert [fast_target.called_with(count) for count in rows] == [2, 12, 16, 24, 64, 80, 240, 256]
+def test_rows_are_rounded_up_to_buckets_where_a_model_makes_something_of_each_number() -> None:
+    bfloat16 = ModelRunner(exact.TARGET, dtype="bfloat16", kv_tokens=64)
+    rows = [0, 1, 9, 16, 17, 64, 65, 240, 241]
+    assert [bfloat16.called_with(count) for count in rows] == [0, 2, 12, 16, 24, 64, 80, 240, 256]
+
+
+def test_a_compiled_pass_computes_no_rows_in_vain(fast_target: ModelRunner) -> None:
+    assert [fast_target.called_with(count) for count in (0, 2, 3, 17, 241)] == [0, 2, 3, 17, 241]
+    assert fast_target.called_with(1) in (1, 2)
 
 
 # smaller things
