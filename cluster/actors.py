@@ -27,6 +27,7 @@ from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
 from cluster.registry import DraftEntry, RegistryName
 from cluster.reports import DraftReport, Reporter, TargetReport
+from cluster.speculate import LinkOptions
 from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
 from cluster.trace import Span
@@ -86,7 +87,7 @@ class TargetActor:
             )
         else:
             self._replica, self._cost = own_target(config, placement, index)
-            self._links = DraftLinks(self._replica)
+            self._links = DraftLinks(self._replica, placement)
         self._registry = registry.open()
         self._speculate = True
         self._closing = threading.Event()
@@ -256,7 +257,7 @@ class DraftActor:
         placement.apply_to_process()
         self._registry = registry.open()
         self._replica = DraftReplica(make_drafter(config, placement), placement, config.most_told)
-        self._server = _serve(config, self._replica)
+        self._server = _serve(config, placement, self._replica)
         self._name = uuid.uuid4().hex
         self._closing = threading.Event()
         self._announcing = threading.Thread(target=self._keep_announced, name="paceline-announce", daemon=True)
@@ -306,14 +307,15 @@ class DraftActor:
             _give_up()
 
 
-def _serve(config: DraftConfig, replica: DraftReplica) -> DraftServer:
+def _serve(config: DraftConfig, placement: Placement, replica: DraftReplica) -> DraftServer:
     """A server for a draft, on the first port that is free; raises LinkError."""
+    options = LinkOptions(cores=placement.cores)
     host: str = config.host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     first, last = config.ports
     for port in range(first, last):
         with suppress(LinkError):
-            return DraftServer(host, port, replica.add_link)
-    return DraftServer(host, last, replica.add_link)
+            return DraftServer(host, port, replica.add_link, options)
+    return DraftServer(host, last, replica.add_link, options)
 
 
 def works(replica: Target | DraftReplica) -> bool:

@@ -6,7 +6,9 @@ from typing import Protocol
 from cluster.grpc_link import ClientLink, connect
 from cluster.intake import Sink
 from cluster.link import LinkError
+from cluster.placement import Placement
 from cluster.registry import DraftEntry
+from cluster.speculate import LinkOptions
 from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
 from cluster.trace import Trace
@@ -56,8 +58,9 @@ class Links(Protocol):
 class DraftLinks:
     """Implements Links for our own engine: a stream to every draft."""
 
-    def __init__(self, replica: TargetReplica) -> None:
+    def __init__(self, replica: TargetReplica, placement: Placement) -> None:
         self._replica = replica
+        self._options = LinkOptions(cores=placement.cores)
         self._linked: dict[str, ClientLink] = {}  # by draft name
 
     def follow(self, entries: Sequence[DraftEntry]) -> None:
@@ -66,7 +69,7 @@ class DraftLinks:
         for entry in entries:
             if entry.name not in self._linked:
                 try:
-                    link = connect(entry.address, _CONNECT_TIMEOUT_S)
+                    link = connect(entry.address, _CONNECT_TIMEOUT_S, self._options)
                 except LinkError:
                     continue  # it died within its lease
                 self._linked[entry.name] = link

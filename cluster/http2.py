@@ -235,6 +235,8 @@ class Connection:
     # the thread that reads
 
     def _run(self) -> None:
+        if self._options.cores:
+            os.sched_setaffinity(0, self._options.cores)
         poll = select.poll()
         poll.register(self._wakes, select.POLLIN)
         poll.register(self._socket, select.POLLIN)

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Resources of one replica. Only the model's thread is pinned; gRPC's go where there is room."""
+    """Resources of one replica. Only its loop's thread, and those that read its links, are pinned."""
 
     cores: tuple[int, ...] = ()  # empty: any core
     threads: int = 1  # of the model's CPU arithmetic

@@ -18,3 +18,4 @@ class LinkOptions:
     max_streams: int = MAX_STREAMS
     keepalive_time_s: float = 1.0  # silence before a ping
     keepalive_timeout_s: float = 1.5  # from a ping until the link is dead
+    cores: tuple[int, ...] = ()  # of the threads that read: best those of the loop that they wake; empty: any
