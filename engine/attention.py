@@ -4,6 +4,7 @@ Every row sees its own path: the committed prefix, then its ancestors in the tre
 https://arxiv.org/abs/2305.09781).
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +22,7 @@ from engine.types import BoolArray, FloatArray, IntArray
 
 _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
 _NO_BIAS = np.zeros(0, np.float32)
+Longs = npt.NDArray[np.int64]
 _KEY_BUCKET = 64  # invariant mode with torch's attention: each row's keys are rounded up to this
 _FEW = 1600  # rows times keys of a sequence that attend one by one sooner than in a call of torch's attention
 
@@ -168,9 +170,11 @@ _NONE_TOGETHER = Together(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), _ST
 
 
 class Seen(NamedTuple):
-    """What a compiled pass needs of the pool: where rows write, and what they see."""
+    """What a compiled pass needs: its rows, where they write in the pool, and what they see of it."""
 
-    write: npt.NDArray[np.int64]  # [rows]
+    tokens: Longs  # [rows], as the two below
+    positions: Longs
+    write: Longs
     paths: Paths
     together: Together
 
@@ -220,7 +224,10 @@ class Current:
 class Layout:
     """Where the rows of one forward pass write and what they see; built once, used by every layer."""
 
-    def __init__(self, pool: KVPool, heads: Heads, batch: Sequence[SequenceRows], invariant: bool) -> None:
+    def __init__(
+        self, pool: KVPool, heads: Heads, batch: Sequence[SequenceRows], invariant: bool, last: int = sys.maxsize
+    ) -> None:
+        """last: the position that those beyond it count as."""
         self._pool = pool
         self._heads = heads
         self._batch = batch
@@ -229,16 +236,18 @@ class Layout:
         self._by_rows = COMPILES and pool.data.device.type == "cpu" and pool.data.dtype == torch.float32
         *self.starts, self.rows = accumulate((len(rows.tokens) for rows in batch), initial=0)
         self._tokens = np.array([token for rows in batch for token in rows.tokens], np.int64)
-        self._positions = np.array([position for rows in batch for position in rows.positions], np.int64)
+        positions = [position for rows in batch for position in rows.positions]
+        self._positions = np.minimum(np.array(positions, np.int64), last)
         self._slots = np.concatenate([rows.slots for rows in batch])
 
     def inputs(self, start: int, stop: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and positions of rows start..stop and `padding` rows behind them, int64."""
-        return self._padded(self._tokens, start, stop, padding), self._padded(self._positions, start, stop, padding)
+        tokens = self._tensor(_padded(self._tokens, start, stop, padding))
+        return tokens, self._tensor(_padded(self._positions, start, stop, padding))
 
     def part(self, start: int, stop: int, padding: int) -> Part:
         """What the attention needs for rows start..stop and `padding` rows behind them."""
-        slots = self._padded(self._slots, start, stop, padding)
+        slots = self._tensor(_padded(self._slots, start, stop, padding))
         if len(self._batch) == 1 and not self._invariant:
             whole = {window: self._shared(self._batch[0], 0, padding, window) for window in self._windows}
             return Part(self._heads, self._pool.data, slots, whole, {})
@@ -246,10 +255,12 @@ class Layout:
         return Part(self._heads, self._pool.data, slots, {}, groups)
 
     def seen(self, start: int, stop: int, padding: int) -> Seen:
-        """The same for a compiled pass; it knows of no windows."""
-        write = self._padded(self._slots, start, stop, padding).numpy()
+        """The same for a compiled pass, with its inputs; it knows of no windows."""
+        tokens = _padded(self._tokens, start, stop, padding)
+        positions = _padded(self._positions, start, stop, padding)
+        write = _padded(self._slots, start, stop, padding)
         single, together = self._split(start, stop, None)
-        return Seen(write, Paths.joined(single), self._together(together))
+        return Seen(tokens, positions, write, Paths.joined(single), self._together(together))
 
     def _groups(self, start: int, stop: int, window: int | None) -> list[Group | Paths]:
         single, together = self._split(start, stop, window)
@@ -331,17 +342,18 @@ class Layout:
             mask[i, : len(path)] = 0.0
         return Group([row for row, _ in rows], self._tensor(index), self._tensor(mask).to(self._pool.data.dtype))
 
-    def _padded(
-        self, values: "np.ndarray[tuple[int, ...], np.dtype[np.integer]]", start: int, stop: int, padding: int
-    ) -> torch.Tensor:
-        """Padding rows are token 0 at position 0 and write to the scratch slot."""
-        padded = np.full(stop - start + padding, SCRATCH_SLOT, np.int64)
-        padded[: stop - start] = values[start:stop]
-        return self._tensor(padded)
-
     def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._pool.data.is_cpu else tensor.to(self._pool.data.device)
+
+
+def _padded(values: "IntArray | Longs", start: int, stop: int, padding: int) -> Longs:
+    """Padding rows are token 0 at position 0 and write to the scratch slot."""
+    if padding == 0:
+        return values[start:stop].astype(np.int64, copy=False)
+    padded = np.full(stop - start + padding, SCRATCH_SLOT, np.int64)
+    padded[: stop - start] = values[start:stop]
+    return padded
 
 
 def _are_few(rows: SequenceRows) -> bool:

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine import torch_calls
-from engine.attention import Layout, Together
+from engine.attention import Layout, Longs, Together
 from engine.compiled import compiled, exponential
 from engine.cpu import FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of
 from engine.kv import KVPool
@@ -23,7 +22,6 @@ from engine.row_attention import attend_rows
 from engine.torch_calls import attention, handle_of, linear, release
 from engine.types import FloatArray, IntArray
 
-Longs = npt.NDArray[np.int64]
 _long = partial(compiled, long=True)
 
 
@@ -79,16 +77,11 @@ class CompiledDecoder:
         )
         self._data = pool.data.numpy()
 
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, span: tuple[int, int, int]
-    ) -> torch.Tensor:
-        """tokens, positions: int64 [rows]; span: of them in the layout, see there.
-
-        Returns the final hidden states [rows, hidden_size].
-        """
+    def __call__(self, layout: Layout, span: tuple[int, int, int]) -> torch.Tensor:
+        """span: of rows in the layout, see there. Returns the final hidden states [rows, hidden_size]."""
         seen = layout.seen(*span)
         paths = seen.paths.rows, seen.paths.slots, seen.paths.starts
-        states = _pass(self._weights, tokens.numpy(), positions.numpy(), self._data, seen.write, *paths, seen.together)
+        states = _pass(self._weights, *seen[:3], self._data, *paths, seen.together)
         return torch.from_numpy(states)
 
 
@@ -145,8 +138,8 @@ def _pass(
     weights: _Weights,
     tokens: Longs,
     positions: Longs,
-    data: FloatArray,
     write: Longs,
+    data: FloatArray,
     rows: IntArray,
     slots: IntArray,
     starts: IntArray,

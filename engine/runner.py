@@ -181,7 +181,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
         """Runs all rows in order and writes their KV; returns the wanted rows' logits, float32 [wanted rows, vocab_size]."""
-        layout = Layout(self.pool, self._heads, batch, self.invariant)
+        layout = Layout(self.pool, self._heads, batch, self.invariant, self._last)
         wanted = [i for rows, start in zip(batch, layout.starts, strict=True) for i in _wanted(rows, start)]
         total = layout.rows
         size = self._rows if self.invariant else total
@@ -193,8 +193,9 @@ class ModelRunner:
     def _hidden(self, layout: Layout, start: int, stop: int) -> torch.Tensor:
         """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded as `called_with` says."""
         padding = self.called_with(stop - start) - (stop - start)
+        if isinstance(self._decoder, CompiledDecoder):
+            return self._decoder(layout, (start, stop, padding))[: stop - start]
         tokens, positions = layout.inputs(start, stop, padding)
-        positions.clamp_(max=self._last)
         if self._decoder is not None:
             return self._decoder(tokens, positions, layout, (start, stop, padding))[: stop - start]
         self._current.part = layout.part(start, stop, padding)
