@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from cluster.wire import DIGEST_BYTES, decode_up, encode_up
+from engine import noise, sampling
 from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.drafters import Drafter
@@ -50,7 +52,10 @@ def warm_up(
 
 
 def warm_up_loops() -> None:
-    """Grows, tells, verifies and commits a small tree: compiles the loops of all that, or loads what was compiled."""
+    """Grows, tells, verifies and commits a small tree, and samples: compiles the loops of all that, or loads what was
+    compiled.
+    """
+    sampling.choose(torch.zeros(1, 2), [SamplingParams(temperature=1.0)], noise.keys(0, [0]))
     draft, mirror = TokenTree(0), TokenTree(0)
     draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
     draft.frontier(1, 2)
@@ -69,9 +74,10 @@ def warm_up_loops() -> None:
 
 
 def warm_up_drafter(drafter: Drafter) -> None:
-    """A first session, which compiles what every other one runs."""
-    drafter.open(0, [0], SamplingParams())
-    for _ in range(3):
-        drafter.grow()
-    drafter.commit(0, [0])
-    drafter.close(0)
+    """First sessions, greedy and sampled, which compile what every other one runs."""
+    for temperature in (0.0, 1.0):
+        drafter.open(0, [0], SamplingParams(temperature=temperature))
+        for _ in range(3):
+            drafter.grow()
+        drafter.commit(0, [0])
+        drafter.close(0)
