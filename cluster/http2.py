@@ -6,7 +6,6 @@ are framed: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 """
 
 import os
-import select
 import socket
 import struct
 import threading
@@ -41,9 +40,10 @@ Headers = dict[str, str]
 
 OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 0, 8, 12  # gRPC's status codes
 _CONTENT_TYPE = ("content-type", "application/grpc")
+_TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _PREFIX = struct.Struct(">BI")  # before each message: whether it is compressed, its bytes
 _WINDOW = 1024 * 1024  # bytes on their way to a reader that doesn't read, of a stream and of all
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 32 * 1024  # asked for at once: memory for much more would be mapped anew each time
 _KEEPALIVE = bytes(8)  # what a ping says that only keeps the connection alive
 
 
@@ -79,7 +79,9 @@ class Connection:
     def __init__(self, connected: socket.socket, handler: Handler, options: LinkOptions, client: bool) -> None:
         """Takes the socket over; `start` begins to read."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setblocking(False)
+        tick_s = min(options.keepalive_time_s, options.keepalive_timeout_s) / 2
+        connected.setblocking(True)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(tick_s), int(1e6 * (tick_s % 1))))
         self._socket = connected
         self._handler = handler
         self._options = options
@@ -89,7 +91,6 @@ class Connection:
         self._unsent = bytearray()
         self._pings: dict[bytes, threading.Event] = {}
         self._closing = False
-        self._wakes = os.eventfd(0, os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="paceline-link-reader", daemon=True)
         self._h2.initiate_connection()
         self._h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: _WINDOW})
@@ -168,7 +169,8 @@ class Connection:
                 self._h2.close_connection()
                 self._flush()
                 self._closing = True
-                self._wake()
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # ends what the thread waits for
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -184,7 +186,9 @@ class Connection:
             self._write()
 
     def _write(self) -> None:
-        """Sends as much as flow control and the socket take; the thread that reads goes on with the rest."""
+        """Sends as much as flow control and the socket take; the thread that reads goes on with the rest, when it hears that
+        some of it was read, or after a while.
+        """
         if self._closing:
             return
         self._flush()
@@ -192,8 +196,6 @@ class Connection:
             while not self._unsent and self._send_part(stream, held):
                 self._flush()
         self._flush()
-        if self._unsent and threading.current_thread() is not self._thread:
-            self._wake()
 
     def _send_part(self, stream: int, held: _Stream) -> bool:
         """A frame of a stream's messages, or its end; False where there is none, or no window for it."""
@@ -216,7 +218,7 @@ class Connection:
     def _flush(self) -> None:
         self._unsent += self._h2.data_to_send()
         try:
-            sent = self._socket.send(self._unsent) if self._unsent else 0
+            sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT) if self._unsent else 0
         except BlockingIOError:
             return
         except OSError:
@@ -229,31 +231,20 @@ class Connection:
         with suppress(ProtocolError):  # the other end has ended it too
             self._h2.reset_stream(stream, ErrorCodes.NO_ERROR)
 
-    def _wake(self) -> None:
-        os.eventfd_write(self._wakes, 1)
-
     # the thread that reads
 
     def _run(self) -> None:
         if self._options.cores:
             os.sched_setaffinity(0, self._options.cores)
-        poll = select.poll()
-        poll.register(self._wakes, select.POLLIN)
-        poll.register(self._socket, select.POLLIN)
         heard, pinged = time.monotonic(), False
         try:
             while not self._closing:
                 limit_s = self._options.keepalive_timeout_s if pinged else self._options.keepalive_time_s
-                poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-                left_s = heard + limit_s - time.monotonic()
-                ready = dict(poll.poll(max(0.0, 1000 * left_s)))
-                if ready.pop(self._wakes, 0):
-                    os.eventfd_read(self._wakes)
-                if ready:
-                    heard, pinged = (time.monotonic(), False) if self._take() else (heard, pinged)
+                if self._take():
+                    heard, pinged = time.monotonic(), False
                 elif time.monotonic() >= heard + limit_s:
                     if pinged:
-                        return  # the other end is gone without a word
+                        break  # the other end is gone without a word
                     heard, pinged = time.monotonic(), True
                     self._ping()
         except (OSError, ProtocolError):
@@ -267,7 +258,7 @@ class Connection:
             self._write()
 
     def _take(self) -> bool:
-        """Reads and writes what can be; whether anything came. Raises OSError when the connection is gone."""
+        """Waits for something, for a while; whether it came. Raises OSError when the connection is gone."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -365,7 +356,6 @@ class Connection:
         with self._lock:
             self._closing = True
             self._socket.close()
-            os.close(self._wakes)
             self._streams.clear()
         self._handler.lost()
 
