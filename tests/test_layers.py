@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NETWORK = {"ray", "grpc", "grpc_health", "grpc_reflection", "grpc_tools"}
+NETWORK = {"ray", "grpc", "grpc_health", "grpc_reflection", "grpc_tools", "h2"}
 OUTSIDE = {"benchmarks", "tests"}
 FORBIDDEN = {
     "engine": {"cluster", "deployments"} | NETWORK | OUTSIDE,

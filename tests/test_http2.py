@@ -1,0 +1,225 @@
+"""Connections: what crosses them, who may not, and what ends them. Links over them are in test_link."""
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.grpc_link import connect
+from cluster.grpc_server import DraftServer
+from cluster.http2 import Connection, Headers
+from cluster.link import Link, Pipe
+from cluster.speculate import PATH, SERVICE, LinkOptions
+from engine.types import Close, Down, Open, SamplingParams, Up
+from tests.cluster_fixtures import until
+
+PATIENCE_S = 10.0  # far more than anything here takes
+LONG = tuple(range(1_000_000))  # tokens of a message of some 3 MB
+
+
+class Draft:
+    """A draft server that hands out the links it gets."""
+
+    def __init__(self, options: LinkOptions | None = None) -> None:
+        self.links: queue.SimpleQueue[Link[Up, Down]] = queue.SimpleQueue()
+        self.server = DraftServer("127.0.0.1", 0, self.links.put, options)
+        self.host, self.port = "127.0.0.1", int(self.server.address.rsplit(":", 1)[1])
+
+
+@pytest.fixture
+def draft() -> Iterator[Draft]:
+    before = set(threading.enumerate())
+    made = Draft()
+    yield made
+    made.server.stop()
+    until(lambda: not ours(set(threading.enumerate()) - before), "threads end")
+
+
+def ours(threads: set[threading.Thread]) -> list[str]:
+    return [thread.name for thread in threads if thread.name.startswith("paceline")]
+
+
+@contextmanager
+def channel(draft: Draft) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(draft.server.address) as made:
+        yield made
+
+
+def check(channel: grpc.Channel, service: str) -> Any:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S)
+
+
+def collected(link: Link[Up, Down], count: int) -> list[Down]:
+    messages: list[Down] = []
+    while len(messages) < count:
+        assert link.wait(PATIENCE_S)
+        messages += link.receive()
+    return messages
+
+
+def test_long_messages_and_short_ones_keep_their_order(draft: Draft) -> None:
+    """More than windows of flow control hold, in pieces, several times over."""
+    target = connect(draft.server.address, PATIENCE_S)
+    end = draft.links.get(timeout=PATIENCE_S)
+    sent: list[Down] = []
+    for session in range(4):
+        sent += [Open(session, LONG, SamplingParams()), Close((session,))]
+        target.send(sent[-2:])
+    assert collected(end, len(sent)) == sent
+    target.close()
+
+
+def test_several_streams_of_one_connection(draft: Draft) -> None:
+    """As a client may have them that is not ours: none takes another's window or place."""
+    with channel(draft) as made:
+        method: grpc.StreamStreamMultiCallable[bytes, bytes] = made.stream_stream(PATH)
+        frames: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(3)]
+        calls = [method(iter(each.get, None)) for each in frames]
+        ends = [draft.links.get(timeout=PATIENCE_S) for _ in frames]
+        for each in frames:
+            for _ in range(2000):
+                each.put(b"\xff" * 1000)
+        for each in frames:
+            each.put(None)  # the client says no more: its stream ends
+        for end in ends:
+            until(lambda end=end: not end.alive, "the stream ends")  # type: ignore[misc]
+            end.receive()
+            assert end.stats.garbled + end.stats.dropped == 2000
+        assert [call.code() for call in calls] == [grpc.StatusCode.OK] * 3
+    assert draft.server._streams == 0
+
+
+def refused(channel: grpc.Channel, path: str, message: bytes) -> grpc.StatusCode:
+    """The status that a call gets."""
+    method: Any = channel.unary_unary(path)
+    with pytest.raises(grpc.RpcError) as error:
+        method(message, timeout=PATIENCE_S)
+    failed: Any = error.value
+    code: grpc.StatusCode = failed.code()
+    return code
+
+
+def test_unknown_methods_and_services_are_told_so(draft: Draft) -> None:
+    another = health_pb2.HealthCheckRequest(service="another.Service").SerializeToString()
+    with channel(draft) as made:
+        assert refused(made, f"/{SERVICE}/Guess", b"") is grpc.StatusCode.UNIMPLEMENTED
+        assert refused(made, "/grpc.health.v1.Health/Check", another) is grpc.StatusCode.NOT_FOUND
+        assert refused(made, "/grpc.health.v1.Health/Check", b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+        for service in ("", SERVICE):
+            assert check(made, service).status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_server_that_stops_gives_streams_time(draft: Draft) -> None:
+    target = connect(draft.server.address, PATIENCE_S)
+    end = draft.links.get(timeout=PATIENCE_S)
+    with channel(draft) as made:
+        assert check(made, "").status == health_pb2.HealthCheckResponse.SERVING
+        stopping = threading.Thread(target=draft.server.stop, args=(PATIENCE_S,))
+        stopping.start()
+        until(lambda: check(made, "").status == health_pb2.HealthCheckResponse.NOT_SERVING, "health says so")
+        assert target.alive
+        assert end.alive
+        target.close()
+        stopping.join(PATIENCE_S)
+        assert not stopping.is_alive()
+
+
+@given(st.binary(min_size=1, max_size=300))
+def test_whatever_somebody_says_ends_their_connection_alone(said: bytes) -> None:
+    made = SHARED
+    with socket.create_connection((made.host, made.port)) as stranger:
+        stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + said if said[0] % 2 else said)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(PATIENCE_S)
+        try:
+            while stranger.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+
+
+SHARED: Draft
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared() -> Iterator[None]:
+    global SHARED
+    SHARED = Draft()
+    yield
+    connect(SHARED.server.address, PATIENCE_S).close()  # it serves still
+    until(lambda: not SHARED.server._connections, "the connections are forgotten")
+    SHARED.server.stop()
+
+
+def test_connections_beyond_the_limit_are_closed() -> None:
+    made = Draft(LinkOptions(max_streams=1))
+    strangers = [socket.create_connection((made.host, made.port)) for _ in range(30)]
+    closed = 0
+    for stranger in strangers:
+        stranger.settimeout(PATIENCE_S)
+        closed += stranger.recv(1) == b""
+    assert closed == 13
+    for stranger in strangers:
+        stranger.close()
+    until(lambda: not made.server._connections, "the connections are forgotten")
+    connect(made.server.address, PATIENCE_S).close()
+    made.server.stop()
+
+
+class Kept:
+    """A handler that remembers."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+    def opened(self, stream: int, headers: Headers) -> None:
+        self.told.put(("opened", stream))
+
+    def message(self, stream: int, data: bytes) -> None:
+        self.told.put(("message", stream, data))
+
+    def ended(self, stream: int, trailers: Headers) -> None:
+        self.told.put(("ended", stream, trailers.get("grpc-status")))
+
+    def lost(self) -> None:
+        self.told.put(("lost",))
+
+
+def test_two_ends_of_a_connection() -> None:
+    near, far = socket.create_server(("127.0.0.1", 0)), Kept()
+    kept = Kept()
+    client = Connection(socket.create_connection(near.getsockname()), kept, LinkOptions(), client=True)
+    server = Connection(near.accept()[0], far, LinkOptions(), client=False)
+    near.close()
+    stream = client.request("/a.Service/Method", "somewhere")
+    for each in (client, server):
+        each.start()
+    assert far.told.get(timeout=PATIENCE_S) == ("opened", stream)
+    server.respond(stream)
+    assert kept.told.get(timeout=PATIENCE_S) == ("opened", stream)
+    client.outgoing(stream).put([b"", b"down"])
+    assert [far.told.get(timeout=PATIENCE_S) for _ in range(2)] == [
+        ("message", stream, b""),
+        ("message", stream, b"down"),
+    ]
+    server.outgoing(stream).put([b"up"])
+    server.finish(stream, 7)
+    assert kept.told.get(timeout=PATIENCE_S) == ("message", stream, b"up")
+    assert kept.told.get(timeout=PATIENCE_S) == ("ended", stream, "7")
+    assert 0 < (client.round_trip_s(PATIENCE_S) or 0) < PATIENCE_S
+    server.close()
+    assert far.told.get(timeout=PATIENCE_S) == ("lost",)
+    assert kept.told.get(timeout=PATIENCE_S) == ("lost",)
+    assert client.round_trip_s(PATIENCE_S) is None
+    assert isinstance(client.outgoing(stream), Pipe)
+    for each in (client, server):
+        each.close()
