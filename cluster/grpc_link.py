@@ -43,9 +43,10 @@ def connect(address: str, timeout_s: float, options: LinkOptions | None = None) 
         client = _Client(connected, address, options or LinkOptions())
         if client.settled.wait(max(0.0, deadline - time.monotonic())) and client.accepted:
             return ClientLink(client.outgoing, client.incoming, client.connection)
+        reason = client.reason  # closing gives another
         client.connection.close()
-        if client.reason:
-            raise LinkError(f"cannot connect to the draft at {address}: {client.reason}")
+        if reason:
+            raise LinkError(f"cannot connect to the draft at {address}: {reason}")
     raise LinkError(f"cannot connect to the draft at {address}: no answer within {timeout_s:g} s")
 
 

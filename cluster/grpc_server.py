@@ -3,6 +3,7 @@
 Beside it, gRPC's health service (Check alone) and reflection, on the same port.
 """
 
+import logging
 import socket
 import threading
 import time
@@ -23,8 +24,10 @@ from cluster.speculate import ACCEPTED, PATH, SERVICE, LinkOptions
 from cluster.wire import decode_down, encode_up
 from engine.types import Down, Up
 
+logger = logging.getLogger(__name__)
 HEALTH = "grpc.health.v1.Health"
 _SPARE = 16  # connections beside those of targets
+_MOST_ASKED = 64 * 1024  # bytes of a message that asks for something else
 _AGAIN_S = 0.05  # after a connection could not be accepted
 M = TypeVar("M", bound=Message)
 
@@ -101,14 +104,24 @@ class DraftServer:
             except OSError:
                 time.sleep(_AGAIN_S)  # it ends, or no file can be opened
                 continue
+            if len(self._connections) < self.options.max_streams + _SPARE:
+                self._serve(connected)
+            else:
+                connected.close()
+        self._listener.close()
+
+    def _serve(self, connected: socket.socket) -> None:
+        served = None
+        try:
+            served = _Served(self, connected)
             with self._changed:
-                if len(self._connections) >= self.options.max_streams + _SPARE:
-                    connected.close()
-                    continue
-                served = _Served(self, connected)
                 self._connections.add(served)
             served.connection.start()
-        self._listener.close()
+        except (OSError, RuntimeError) as error:  # it broke already, or no thread can be started
+            logger.warning("a connection is not served: %s", error)
+            connected.close()
+            if served is not None:
+                self.connection_ended(served)
 
     def _check(self, data: bytes) -> bytes:
         service = _parsed(HealthCheckRequest, data).service
@@ -137,7 +150,8 @@ class Refused(Exception):
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise LinkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
@@ -167,15 +181,15 @@ class _Served:
                 self._speculate(stream)
             elif path in self._server.answers:
                 self._answers[stream] = self._server.answers[path]
-                self.connection.respond(stream)
+                self.connection.respond(stream, most_bytes=_MOST_ASKED)
             else:
                 raise Refused(StatusCode.UNIMPLEMENTED, "there is no such method")
         except Refused as refused:
             self.connection.refuse(stream, refused.code, str(refused))
 
     def message(self, stream: int, data: bytes) -> None:
-        if stream in self._pipes:
-            self._pipes[stream][1].put([data])
+        if pipes := self._pipes.get(stream):
+            pipes[1].put([data])
         elif answer := self._answers.get(stream):
             try:
                 self.connection.outgoing(stream).put([answer(data)])

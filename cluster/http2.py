@@ -6,6 +6,7 @@ are framed: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 """
 
 import os
+import select
 import socket
 import struct
 import threading
@@ -39,10 +40,12 @@ from cluster.wire import MAX_MESSAGE_BYTES
 Headers = dict[str, str]
 
 OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 0, 8, 12  # gRPC's status codes
-_CONTENT_TYPE = ("content-type", "application/grpc")
-_TIMEVAL = struct.Struct("ll")  # seconds and microseconds
+_ACCEPTED = ((":status", "200"), ("content-type", "application/grpc"))
 _PREFIX = struct.Struct(">BI")  # before each message: whether it is compressed, its bytes
-_WINDOW = 1024 * 1024  # bytes on their way to a reader that doesn't read, of a stream and of all
+_STREAMS = 32  # of one connection, at a time
+_WINDOW = 1024 * 1024  # bytes that may come before they are acknowledged, of a stream and of all together
+_ACKNOWLEDGED = _WINDOW // (2 * _STREAMS)  # bytes of a stream that are acknowledged together
+_MOST_UNSENT = 1024 * 1024  # bytes for somebody who doesn't read; messages wait in their pipes
 _READ_BYTES = 32 * 1024  # asked for at once: memory for much more would be mapped anew each time
 _KEEPALIVE = bytes(8)  # what a ping says that only keeps the connection alive
 
@@ -57,7 +60,7 @@ class Handler(Protocol):
         """A message came."""
 
     def ended(self, stream: int, trailers: Headers) -> None:
-        """The other end says no more in this stream, for the reason that the trailers give."""
+        """The other end says no more in this stream, for the reason that the trailers give. It may be told twice."""
 
     def lost(self) -> None:
         """The connection is gone, and all its streams with it: the last that is told."""
@@ -65,6 +68,8 @@ class Handler(Protocol):
 
 @dataclass(slots=True)
 class _Stream:
+    speaks: bool  # whether messages may be sent
+    most_bytes: int  # of a message that comes
     outgoing: Pipe = field(default_factory=Pipe)
     rest: memoryview = field(default_factory=lambda: memoryview(b""))  # of the message that is being sent
     received: bytearray = field(default_factory=bytearray)  # of the message that is coming
@@ -74,14 +79,15 @@ class _Stream:
 
 
 class Connection:
-    """One end of a connection, alive until `close` or until the other end is gone. Its methods may be called anywhere."""
+    """One end of a connection, alive until `close` or until the other end is gone. Its methods may be called anywhere.
+
+    Once it is closed, they do nothing.
+    """
 
     def __init__(self, connected: socket.socket, handler: Handler, options: LinkOptions, client: bool) -> None:
         """Takes the socket over; `start` begins to read."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tick_s = min(options.keepalive_time_s, options.keepalive_timeout_s) / 2
-        connected.setblocking(True)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(tick_s), int(1e6 * (tick_s % 1))))
+        connected.setblocking(False)
         self._socket = connected
         self._handler = handler
         self._options = options
@@ -91,9 +97,11 @@ class Connection:
         self._unsent = bytearray()
         self._pings: dict[bytes, threading.Event] = {}
         self._closing = False
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="paceline-link-reader", daemon=True)
         self._h2.initiate_connection()
-        self._h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: _WINDOW})
+        limits = {SettingCodes.INITIAL_WINDOW_SIZE: _WINDOW, SettingCodes.MAX_CONCURRENT_STREAMS: _STREAMS}
+        self._h2.update_settings(cast(dict[SettingCodes | int, int], limits))
         self._h2.increment_flow_control_window(_WINDOW)
 
     def start(self) -> None:
@@ -107,43 +115,48 @@ class Connection:
         headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", authority)]
         with self._lock:
             stream = self._h2.get_next_available_stream_id()
-            self._h2.send_headers(stream, [*headers, ("te", "trailers"), _CONTENT_TYPE])
-            self._begin(stream)
+            self._h2.send_headers(stream, [*headers, ("te", "trailers"), _ACCEPTED[1]])
+            self._begin(stream, speaks=True, most_bytes=MAX_MESSAGE_BYTES)
         return stream
 
-    def respond(self, stream: int, headers: Sequence[tuple[str, str]] = ()) -> None:
-        """Accepts a request: messages may follow. Nothing happens where the stream is gone."""
+    def respond(
+        self, stream: int, headers: Sequence[tuple[str, str]] = (), most_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        """Accepts a request: messages may follow, of at most so many bytes from the other end."""
         with self._lock:
-            if stream in self._streams:
-                self._h2.send_headers(stream, [(":status", "200"), _CONTENT_TYPE, *headers])
+            held = self._streams.get(stream)
+            if held is not None and not self._closing:
+                held.speaks, held.most_bytes = True, most_bytes
+                self._h2.send_headers(stream, [*_ACCEPTED, *headers])
                 self._write()
 
     def refuse(self, stream: int, status: int, details: str) -> None:
         """Answers a request with an error, a code of gRPC's and a text in ASCII."""
         with self._lock:
-            if self._streams.pop(stream, None) is not None:
-                self._end(stream, {":status": "200", **dict([_CONTENT_TYPE]), **_status(status, details)})
+            if not self._closing and self._drop(stream):
+                self._end(stream, dict(_ACCEPTED) | _status(status, details))
                 self._write()
 
     def outgoing(self, stream: int) -> Pipe:
-        """What is put into it is sent. A pipe that leads nowhere where the stream is gone."""
+        """What is put into it is sent, once the stream is accepted. A pipe that leads nowhere where the stream is gone."""
         with self._lock:
             held = self._streams.get(stream)
         return held.outgoing if held is not None else Pipe()
 
     def finish(self, stream: int, status: int = OK, details: str = "") -> None:
-        """Ends a response behind what its pipe holds."""
+        """Ends a response behind what its pipe holds; the first status counts."""
         with self._lock:
             held = self._streams.get(stream)
-            if held is not None:
+            if held is not None and held.ending is None:
                 held.ending = _status(status, details)
                 self._write()
 
     def reset(self, stream: int) -> None:
         """Ends a stream at once."""
         with self._lock:
-            if self._streams.pop(stream, None) is not None:
-                self._h2.reset_stream(stream, ErrorCodes.CANCEL)
+            if not self._closing and self._drop(stream):
+                with suppress(ProtocolError):  # the other end was faster
+                    self._h2.reset_stream(stream, ErrorCodes.CANCEL)
                 self._write()
 
     def round_trip_s(self, timeout_s: float) -> float | None:
@@ -160,7 +173,7 @@ class Connection:
         in_time = answered.wait(timeout_s)
         with self._lock:
             self._pings.pop(said, None)
-        return time.monotonic() - started if in_time else None
+            return time.monotonic() - started if in_time and not self._closing else None
 
     def close(self) -> None:
         """Ends the connection, and waits for its thread, but on that thread itself."""
@@ -169,16 +182,22 @@ class Connection:
                 self._h2.close_connection()
                 self._flush()
                 self._closing = True
-                with suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # ends what the thread waits for
+                os.eventfd_write(self._wakes, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     # sending; the lock is held
 
-    def _begin(self, stream: int) -> None:
-        self._streams[stream] = held = _Stream()
+    def _begin(self, stream: int, speaks: bool, most_bytes: int) -> None:
+        self._streams[stream] = held = _Stream(speaks, most_bytes)
         held.outgoing.on_readable = self._pump
+
+    def _drop(self, stream: int) -> bool:
+        """Forgets a stream; whether there was one. Its bytes count no longer among those that are on their way."""
+        held = self._streams.pop(stream, None)
+        if held is not None and held.unacknowledged:
+            self._h2.acknowledge_received_data(held.unacknowledged, stream)
+        return held is not None
 
     def _pump(self) -> None:
         """Called, without the lock, by who puts something into a stream's pipe."""
@@ -186,16 +205,17 @@ class Connection:
             self._write()
 
     def _write(self) -> None:
-        """Sends as much as flow control and the socket take; the thread that reads goes on with the rest, when it hears that
-        some of it was read, or after a while.
-        """
+        """Sends as much as flow control and the socket take. With the rest of it, the thread that reads goes on."""
         if self._closing:
             return
         self._flush()
         for stream, held in list(self._streams.items()):
-            while not self._unsent and self._send_part(stream, held):
+            while held.speaks and not self._unsent and self._send_part(stream, held):
                 self._flush()
-        self._flush()
+        if not self._unsent:
+            self._flush()
+        if self._unsent and threading.current_thread() is not self._thread:
+            os.eventfd_write(self._wakes, 1)
 
     def _send_part(self, stream: int, held: _Stream) -> bool:
         """A frame of a stream's messages, or its end; False where there is none, or no window for it."""
@@ -203,9 +223,8 @@ class Connection:
             message = held.outgoing.take_now()
             if message is None:
                 if held.ending is not None:
+                    self._drop(stream)
                     self._h2.send_headers(stream, list(held.ending.items()), end_stream=True)
-                    held.ending = None
-                    del self._streams[stream]
                 return False
             held.rest = memoryview(_PREFIX.pack(0, len(message)) + message)
         room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
@@ -218,7 +237,7 @@ class Connection:
     def _flush(self) -> None:
         self._unsent += self._h2.data_to_send()
         try:
-            sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT) if self._unsent else 0
+            sent = self._socket.send(self._unsent) if self._unsent else 0
         except BlockingIOError:
             return
         except OSError:
@@ -227,38 +246,53 @@ class Connection:
 
     def _end(self, stream: int, headers: Headers) -> None:
         """Says the last of a stream, of which no more is read."""
-        self._h2.send_headers(stream, list(headers.items()), end_stream=True)
         with suppress(ProtocolError):  # the other end has ended it too
+            self._h2.send_headers(stream, list(headers.items()), end_stream=True)
             self._h2.reset_stream(stream, ErrorCodes.NO_ERROR)
 
     # the thread that reads
 
     def _run(self) -> None:
-        if self._options.cores:
-            os.sched_setaffinity(0, self._options.cores)
-        heard, pinged = time.monotonic(), False
         try:
-            while not self._closing:
-                limit_s = self._options.keepalive_timeout_s if pinged else self._options.keepalive_time_s
-                if self._take():
-                    heard, pinged = time.monotonic(), False
-                elif time.monotonic() >= heard + limit_s:
-                    if pinged:
-                        break  # the other end is gone without a word
-                    heard, pinged = time.monotonic(), True
-                    self._ping()
+            if self._options.cores:
+                with suppress(OSError):  # where there are no such cores, any will do
+                    os.sched_setaffinity(0, self._options.cores)
+            self._read()
         except (OSError, ProtocolError):
             pass  # it broke, or the other end speaks another protocol
         finally:
             self._give_up()
 
+    def _read(self) -> None:
+        """Reads until the connection is closed, or nothing comes although it was asked for."""
+        poll = select.poll()
+        poll.register(self._wakes, select.POLLIN)
+        poll.register(self._socket, select.POLLIN)
+        heard, pinged = time.monotonic(), False
+        while not self._closing:
+            limit_s = self._options.keepalive_timeout_s if pinged else self._options.keepalive_time_s
+            left_s = heard + limit_s - time.monotonic()
+            # Asked once more where the time is over: this thread may have waited for its turn.
+            ready = dict(poll.poll(1000 * left_s) if left_s > 0 else poll.poll(0))
+            if ready.pop(self._wakes, 0):
+                os.eventfd_read(self._wakes)
+            if ready and self._take():
+                heard, pinged = time.monotonic(), False
+            elif left_s <= 0:
+                if pinged:
+                    return  # the other end is gone without a word
+                heard, pinged = time.monotonic(), True
+                self._ping()
+            poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+
     def _ping(self) -> None:
         with self._lock:
-            self._h2.ping(_KEEPALIVE)
-            self._write()
+            if not self._closing:
+                self._h2.ping(_KEEPALIVE)
+                self._write()
 
     def _take(self) -> bool:
-        """Waits for something, for a while; whether it came. Raises OSError when the connection is gone."""
+        """Reads and writes what can be; whether anything came. Raises OSError when the connection is gone."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -267,8 +301,9 @@ class Connection:
             raise ConnectionResetError
         with self._lock:
             events = self._received(data) if data else []
-            if self._unsent or not all(isinstance(event, DataReceived) for event in events):
-                self._write()
+            self._write()
+            if len(self._unsent) > _MOST_UNSENT:
+                raise ConnectionAbortedError
         for event in events:
             self._tell(event)
         return data is not None
@@ -278,17 +313,18 @@ class Connection:
         try:
             events = self._h2.receive_data(data)
         except ProtocolError:
-            self._closing = True
             self._flush()  # why
+            self._closing = True
             raise
         for event in events:
             match event:
                 case RequestReceived():
-                    self._begin(event.stream_id)
+                    self._begin(event.stream_id, speaks=False, most_bytes=0)
                 case DataReceived():
                     self._acknowledge(event.stream_id, event.flow_controlled_length)
                 case StreamReset():
-                    self._streams.pop(event.stream_id, None)
+                    if held := self._streams.get(event.stream_id):
+                        held.speaks = False
                 case ConnectionTerminated():
                     self._closing = True
         return events
@@ -298,11 +334,10 @@ class Connection:
         held = self._streams.get(stream)
         if held is not None:
             held.unacknowledged += count
-            if held.unacknowledged < _WINDOW // 64:  # so many streams may hold back as much
+            if held.unacknowledged < _ACKNOWLEDGED:
                 return
             count, held.unacknowledged = held.unacknowledged, 0
         self._h2.acknowledge_received_data(count, stream)
-        self._flush()
 
     def _tell(self, event: Event) -> None:
         match event:
@@ -313,11 +348,12 @@ class Connection:
             case TrailersReceived():
                 if held := self._streams.get(event.stream_id):
                     held.trailers = _readable(event.headers)
-            case StreamEnded():
+            case StreamEnded() | StreamReset():
                 held = self._streams.get(event.stream_id)
+                if isinstance(event, StreamReset):
+                    with self._lock:
+                        self._drop(event.stream_id)
                 self._handler.ended(event.stream_id, held.trailers if held else {})
-            case StreamReset():
-                self._handler.ended(event.stream_id, {})
             case PingAckReceived():
                 with self._lock:
                     answered = self._pings.get(event.ping_data)
@@ -332,8 +368,8 @@ class Connection:
         while len(held.received) >= _PREFIX.size:
             compressed, size = _PREFIX.unpack_from(held.received)
             end = _PREFIX.size + size
-            if compressed or size > MAX_MESSAGE_BYTES:
-                self._reject(stream, RESOURCE_EXHAUSTED if size > MAX_MESSAGE_BYTES else UNIMPLEMENTED)
+            if compressed or size > held.most_bytes:
+                self._reject(stream, UNIMPLEMENTED if compressed else RESOURCE_EXHAUSTED)
                 return
             if len(held.received) < end:
                 return
@@ -344,7 +380,8 @@ class Connection:
     def _reject(self, stream: int, status: int) -> None:
         """Ends a stream whose messages are too long or compressed."""
         with self._lock:
-            self._streams.pop(stream, None)
+            if self._closing or not self._drop(stream):
+                return
             if self._h2.config.client_side:
                 self._h2.reset_stream(stream, ErrorCodes.CANCEL)
             else:
@@ -356,7 +393,10 @@ class Connection:
         with self._lock:
             self._closing = True
             self._socket.close()
+            os.close(self._wakes)
             self._streams.clear()
+            for answered in self._pings.values():
+                answered.set()
         self._handler.lost()
 
 

@@ -348,7 +348,7 @@ class Layout:
 
 
 def _padded(values: "IntArray | Longs", start: int, stop: int, padding: int) -> Longs:
-    """Padding rows are token 0 at position 0 and write to the scratch slot."""
+    """Padding rows are token 0 at position 0 and write to the scratch slot. Without any it may be a view, for reading."""
     if padding == 0:
         return values[start:stop].astype(np.int64, copy=False)
     padded = np.full(stop - start + padding, SCRATCH_SLOT, np.int64)

@@ -61,7 +61,7 @@ class HalfLinear(torch.nn.Module):
             self(torch.zeros(2, weight.shape[1]))  # it says so once
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in_features], at least two rows."""
+        """x: [..., in_features]."""
         return torch.fbgemm_linear_fp16_weight_fp32_activation(x, self.packed, self.bias)
 
 

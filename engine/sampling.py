@@ -51,7 +51,7 @@ def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.
     That is the distance between the two best scores. Where tokens are filtered out, it is also enough that a better one is
     let in or the chosen one left out; with top-p somewhat less may do, where several tokens change places.
     """
-    tokens, best = _best(logits, params, keys, 2)
+    tokens, best = _best(logits, params, keys, 2, _largest_with_noise)
     found: FloatArray = best[:, 0] - best[:, 1]
     for row, own in enumerate(params):
         if keys is not None and own.temperature > 0 and _filters(own):
@@ -171,16 +171,16 @@ def _best(
     params: Sequence[SamplingParams],
     keys: torch.Tensor | None,
     count: int,
-    with_noise: _WithNoise | None = None,
+    with_noise: _WithNoise,
 ) -> tuple[IntArray, FloatArray]:
     """The `count` tokens of each row with the best scores, the best first, and these scores; see `choose`.
 
-    with_noise: what finds them on CPUs where rows are not greedy; `_largest_with_noise` if not given.
+    with_noise: what finds them on CPUs where rows are not greedy.
     """
     values, greedy = _scaled(logits.float(), params), np.array([row.temperature == 0 for row in params])
     if values.is_cpu:
         own = None if keys is None else keys.numpy()
-        return _largest_of(values.contiguous().numpy(), greedy, own, count, with_noise or _largest_with_noise)
+        return _largest_of(values.contiguous().numpy(), greedy, own, count, with_noise)
     if keys is not None:
         noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
         values = values + noise.masked_fill(torch.from_numpy(greedy).to(values.device)[:, None], 0.0)
@@ -227,13 +227,15 @@ def _largest_of(
 
 
 def _nearly_largest_with_noise(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray]:
-    """The same within rounding, in half the time."""
+    """What `_largest_with_noise` gives, within rounding, in half the time."""
     tokens, scores, _ = best_within_rounding(values, keys, count)
     return tokens, scores.astype(np.float32)
 
 
 def _first_with_noise(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray]:
-    """The very same tokens: where rounding could bring others, it is looked at in full. Scores are within rounding."""
+    """The tokens that `_largest_with_noise` gives: where rounding could bring others, they are from there. Scores are within
+    rounding.
+    """
     tokens, scores, clear = best_within_rounding(values, keys, count)
     best = scores.astype(np.float32)
     for row in np.flatnonzero(~clear):

@@ -18,7 +18,7 @@ from cluster.grpc_server import DraftServer
 from cluster.http2 import Connection, Headers
 from cluster.link import Link, Pipe
 from cluster.speculate import PATH, SERVICE, LinkOptions
-from engine.types import Close, Down, Open, SamplingParams, Up
+from engine.types import Close, Down, NeedPrefix, Open, SamplingParams, Up
 from tests.cluster_fixtures import until
 
 PATIENCE_S = 10.0  # far more than anything here takes
@@ -114,6 +114,11 @@ def test_unknown_methods_and_services_are_told_so(draft: Draft) -> None:
         assert refused(made, f"/{SERVICE}/Guess", b"") is grpc.StatusCode.UNIMPLEMENTED
         assert refused(made, "/grpc.health.v1.Health/Check", another) is grpc.StatusCode.NOT_FOUND
         assert refused(made, "/grpc.health.v1.Health/Check", b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+        asked_much = health_pb2.HealthCheckRequest(service="a" * 15_000).SerializeToString()
+        for _ in range(100):  # more than may be on its way at a time, on one connection
+            assert refused(made, "/grpc.health.v1.Health/Check", asked_much) is grpc.StatusCode.NOT_FOUND
+        too_much = bytes(100_000)
+        assert refused(made, "/grpc.health.v1.Health/Check", too_much) is grpc.StatusCode.RESOURCE_EXHAUSTED
         for service in ("", SERVICE):
             assert check(made, service).status == health_pb2.HealthCheckResponse.SERVING
 
@@ -194,12 +199,52 @@ class Kept:
         self.told.put(("lost",))
 
 
+def two_ends(kept: Kept, far: Kept, options: LinkOptions) -> tuple[Connection, Connection]:
+    """A client and a server, to be started; their sockets take little at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sockets = socket.create_connection(listening.getsockname()), listening.accept()[0]
+    for each in sockets:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return Connection(sockets[0], kept, options, client=True), Connection(sockets[1], far, options, client=False)
+
+
+def test_what_a_socket_does_not_take_at_once_is_sent_when_it_does() -> None:
+    """Not when a silent reader says something, or is asked whether it lives: that would be minutes here."""
+    kept, far = Kept(), Kept()
+    client, server = two_ends(kept, far, LinkOptions(keepalive_time_s=60, keepalive_timeout_s=60))
+    stream = client.request("/a.Service/Method", "somewhere")
+    for each in (client, server):
+        each.start()
+    far.told.get(timeout=PATIENCE_S)
+    server.respond(stream)
+    sent = [bytes([number]) * 300_000 for number in range(20)]
+    for message in sent:
+        client.outgoing(stream).put([message])
+        server.outgoing(stream).put([message])
+    assert [far.told.get(timeout=PATIENCE_S)[2] for _ in sent] == sent
+    assert kept.told.get(timeout=PATIENCE_S) == ("opened", stream)
+    assert [kept.told.get(timeout=PATIENCE_S)[2] for _ in sent] == sent
+    for each in (client, server):
+        each.close()
+
+
+def test_both_ends_may_close_at_once(draft: Draft) -> None:
+    for _ in range(50):
+        target = connect(draft.server.address, PATIENCE_S)
+        end = draft.links.get(timeout=PATIENCE_S)
+        closing = threading.Thread(target=target.close)
+        closing.start()
+        end.send([NeedPrefix((1,))])
+        end.close()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+    until(lambda: not draft.server._connections, "the connections are forgotten")
+    assert draft.server._streams == 0
+
+
 def test_two_ends_of_a_connection() -> None:
-    near, far = socket.create_server(("127.0.0.1", 0)), Kept()
-    kept = Kept()
-    client = Connection(socket.create_connection(near.getsockname()), kept, LinkOptions(), client=True)
-    server = Connection(near.accept()[0], far, LinkOptions(), client=False)
-    near.close()
+    kept, far = Kept(), Kept()
+    client, server = two_ends(kept, far, LinkOptions())
     stream = client.request("/a.Service/Method", "somewhere")
     for each in (client, server):
         each.start()

@@ -313,7 +313,7 @@ def test_a_half_open_connection_is_noticed_at_both_ends() -> None:
 
 
 def test_a_stalled_transport_holds_back_and_loses_the_oldest() -> None:
-    patient = LinkOptions(keepalive_timeout_s=PATIENCE_S)
+    patient = LinkOptions(keepalive_time_s=10 * PATIENCE_S, keepalive_timeout_s=PATIENCE_S)
     with proxied(patient) as (proxy, target, draft):
         proxy.freeze()
         large: list[Down] = [Open(1, (2**20,) * 10**6, SamplingParams())]  # more than sockets and flow control take
