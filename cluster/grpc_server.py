@@ -132,9 +132,8 @@ class DraftServer:
 
     def _describe(self, data: bytes) -> bytes:
         request = _parsed(ServerReflectionRequest, data)
-        [response] = self._reflection.ServerReflectionInfo(
-            iter([request]), cast(grpc.ServicerContext, None)
-        )  # not used
+        unused = cast(grpc.ServicerContext, None)
+        [response] = self._reflection.ServerReflectionInfo(iter([request]), unused)
         described: bytes = response.SerializeToString()
         return described
 
