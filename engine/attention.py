@@ -233,7 +233,7 @@ class Layout:
         self._batch = batch
         self._invariant = invariant
         self._windows = set(heads.windows)
-        self._by_rows = COMPILES and pool.data.device.type == "cpu" and pool.data.dtype == torch.float32
+        self._by_rows = COMPILES and pool.data.is_cpu and pool.data.dtype in (torch.float32, torch.bfloat16)
         *self.starts, self.rows = accumulate((len(rows.tokens) for rows in batch), initial=0)
         self._tokens = np.array([token for rows in batch for token in rows.tokens], np.int64)
         positions = [position for rows in batch for position in rows.positions]

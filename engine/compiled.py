@@ -16,7 +16,7 @@ except ImportError:  # not there, or not for this numpy
 
 _SUMS = {"reassoc", "contract", "nsz"}  # of LLVM's liberties with floating point, those that sums of products need
 
-_LINE = 16  # numbers of 4 bytes in a cache line
+_LINE = 64  # bytes in a cache line
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -43,10 +43,20 @@ def compiled(function: F, long: bool = False) -> F:
     return made  # type: ignore[no-any-return]
 
 
+def widened(x: Any) -> Any:
+    """A number of an array as float32. Compiled loops know bfloat16 as its bits, uint16."""
+    return x
+
+
+def put(out: Any, i: int, value: Any) -> None:
+    """Writes a float32 to a row of float32, or rounded to one of bfloat16."""
+    out[i] = value
+
+
 if COMPILES:
     from llvmlite import ir
     from numba import types
-    from numba.extending import intrinsic
+    from numba.extending import intrinsic, overload
 
     def _prefetching(context: Any, address: Any) -> Any:
         """Has the cache line at an address (bytes) read ahead; any address may be given."""
@@ -67,11 +77,33 @@ if COMPILES:
 
     @partial(compiled, long=True)
     def read_ahead(matrix: Any, row: int) -> None:
-        """Has a row of a float32 matrix in C order brought to the caches while other work goes on."""
-        columns = matrix.shape[1]
-        first = matrix.ctypes.data + row * columns * 4
-        for column in range(0, columns, _LINE):
-            _prefetch(np.uint64(first + column * 4))
+        """Has a row of a matrix in C order brought to the caches while other work goes on."""
+        size = matrix.shape[1] * matrix.itemsize
+        first = matrix.ctypes.data + row * size
+        for byte in range(0, size, _LINE):
+            _prefetch(np.uint64(first + byte))
+
+    @overload(widened)
+    def _widened(x: Any) -> Any:
+        def plain(x: Any) -> Any:
+            return x
+
+        def bits(x: Any) -> Any:
+            return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+        return bits if x == types.uint16 else plain
+
+    @overload(put)
+    def _put(out: Any, i: Any, value: Any) -> Any:
+        def plain(out: Any, i: Any, value: Any) -> None:
+            out[i] = value
+
+        def rounded(out: Any, i: Any, value: Any) -> None:
+            bits = np.float32(value).view(np.uint32)
+            even = np.uint32(bits >> np.uint32(16)) & np.uint32(1)  # halves go to the even neighbour
+            out[i] = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
+
+        return rounded if out.dtype == types.uint16 else plain
 
 else:
 

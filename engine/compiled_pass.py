@@ -15,11 +15,11 @@ import torch
 
 from engine import torch_calls
 from engine.attention import Layout, Longs, Together
-from engine.compiled import compiled, exponential
-from engine.cpu import FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of
-from engine.kv import KVPool
+from engine.compiled import compiled, exponential, put, widened
+from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
+from engine.kv import KVPool, numbers_of
 from engine.row_attention import attend_rows
-from engine.torch_calls import attention, handle_of, linear, release
+from engine.torch_calls import attention, handle_of, linear, product, release
 from engine.types import FloatArray, IntArray
 
 _long = partial(compiled, long=True)
@@ -29,8 +29,9 @@ class _Weights(NamedTuple):
     """A decoder as compiled loops know it."""
 
     names: Any  # torch_calls.names()
-    embedding: FloatArray  # [vocab_size, hidden_size]
-    linears: Any  # handles of the packed weights, uint64 [layers, 4]: qkv, attention's output, gate and up, down
+    embedding: FloatArray  # [vocab_size, hidden_size], of numbers_of
+    linears: Any  # uint64 [layers, 4]: qkv, attention's output, gate and up, down
+    blocked: bool  # whether those are addresses of BlockedLinear's weights; else handles of HalfLinear's
     biases: FloatArray  # of those layers that have one, one after the other
     bias_starts: Longs  # [4 * layers + 1]: where each one's begins; nothing between two starts is none
     norms: FloatArray  # weights times the root of hidden_size, [2 * layers + 1, hidden_size]
@@ -43,10 +44,11 @@ class _Weights(NamedTuple):
 
 
 class CompiledDecoder:
-    """A decoder whose layers are all FusedLayer, with weights in float16 and arithmetic in float32.
+    """A decoder whose layers are all FusedLayer.
 
-    A row's bits depend on its own path, and on the others only by their number and by who attends with whom. Any number of
-    rows from `least_rows` on takes the time of so many: nothing has to be filled up.
+    float32 has weights in float16. In bfloat16, weights, KV and what linear layers read are; all else is float32, so less is
+    rounded than by transformers. A row's bits depend on its own path, and on the others only by their number and by who
+    attends with whom. Any number of rows from `least_rows` on takes the time of so many: nothing has to be filled up.
     """
 
     def __init__(self, model: Any, pool: KVPool) -> None:
@@ -55,16 +57,21 @@ class CompiledDecoder:
         layers: list[FusedLayer] = list(base.layers)
         linears, norms = _linears(layers), _norms(base)
         self.least_rows = 1 if all(map(_same_alone, [*linears, model.get_output_embeddings()])) else 2
-        handles = torch_calls.handles_of([each.packed for each in linears])
+        blocked = [each for each in linears if isinstance(each, BlockedLinear)]
+        read_in_order(blocked)
+        self._blocks = [each.blocks for each in blocked]  # held while their addresses are used
+        handles = torch_calls.handles_of([each.packed for each in linears if isinstance(each, HalfLinear)])
         # Not when the process ends: a thread may be in a pass then.
         weakref.finalize(self, torch_calls.release_all, handles).atexit = False
-        biases = [each.bias if each.bias.any() else each.bias[:0] for each in linears]
+        addresses = [each.data_ptr() for each in self._blocks]
+        biases = [torch.zeros(0) if each.bias is None or not each.bias.any() else each.bias for each in linears]
         half = layers[0].dim // 2  # both halves of a head are turned by the same angles
         cosines, sines = (side[:, :half].contiguous() for side in _rotations(base, positions_of(model, pool)))
         self._weights = _Weights(
             torch_calls.names(),
-            base.embed_tokens.weight.numpy(),
-            np.array(handles, np.uint64).reshape(-1, 4),
+            numbers_of(base.embed_tokens.weight),
+            np.array(handles or addresses, np.uint64).reshape(-1, 4),
+            bool(blocked),
             torch.cat(biases).numpy(),
             np.cumsum([0, *(len(each) for each in biases)], dtype=np.int64),
             torch.stack([norm.scaled for norm in norms]).numpy(),
@@ -75,7 +82,7 @@ class CompiledDecoder:
             float(layers[0].scale),
             np.full(layers[0].heads, -np.inf, np.float32),
         )
-        self._data = pool.data.numpy()
+        self._data = numbers_of(pool.data)
 
     def __call__(self, layout: Layout, span: tuple[int, int, int]) -> torch.Tensor:
         """span: of rows in the layout, see there. Returns the final hidden states [rows, hidden_size]."""
@@ -97,7 +104,7 @@ def _fits(base: Any) -> bool:
         return False
     layers: list[Any] = list(base.layers)
     return (
-        all(isinstance(each, HalfLinear) for each in _linears(layers))
+        any(all(isinstance(each, kind) for each in _linears(layers)) for kind in (HalfLinear, BlockedLinear))
         and len({(layer.heads, layer.dim, layer.scale, layer.down.weight.shape) for layer in layers}) == 1
         and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in _norms(base))
         and all(_alike(side, layers[0].dim) for side in _rotations(base, 2))
@@ -129,7 +136,7 @@ def _alike(rotation: torch.Tensor, dim: int) -> bool:
 @torch.inference_mode()
 def _rotations(base: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the angles at each position, [positions, head_dim]."""
-    cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length)[None])
+    cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1].float(), torch.arange(length)[None])
     return cosines[0], sines[0]
 
 
@@ -154,7 +161,7 @@ def _pass(
             raise IndexError("a token is not in the vocabulary")
         if not (0 <= positions[row] < len(weights.cosines) and 0 <= write[row] < data.shape[3]):
             raise IndexError("a row is at no position or has no slot")
-        x[row] = weights.embedding[tokens[row]]
+        _widen(weights.embedding[tokens[row]], x[row])
     normed, added = np.empty_like(x), np.empty_like(x)
     qkv = np.empty((n, heads + 2 * kv_heads, dim), np.float32)
     attended = np.zeros((n, heads, dim), np.float32)  # rows that attend nowhere are padding
@@ -164,23 +171,23 @@ def _pass(
     for layer in range(len(weights.linears)):
         keys, values = data[layer, 0], data[layer, 1]  # unpacked, compilers would not know that rows are contiguous
         _norm(x, weights.norms[2 * layer], weights.least, normed)
-        _linear(weights, layer, 0, of_normed, of_qkv, qkv.reshape(n, -1))
+        _linear(weights, layer, 0, normed, of_normed, qkv.reshape(n, -1), of_qkv)
         _rotate(qkv, heads + kv_heads, positions, weights.cosines, weights.sines)
         for row in range(n):
             for kv in range(kv_heads):
-                keys[kv, write[row]] = qkv[row, heads + kv]
-                values[kv, write[row]] = qkv[row, heads + kv_heads + kv]
+                _put_all(qkv[row, heads + kv], keys[kv, write[row]])
+                _put_all(qkv[row, heads + kv_heads + kv], values[kv, write[row]])
         if len(rows):
             attend_rows(qkv, keys, values, rows, slots, starts, weights.scale, 0.0, weights.sinks, attended)
         for group in range(len(together.spans)):
             _attend_together(qkv, keys, values, together, group, weights.scale, attended)
-        _linear(weights, layer, 1, of_attended, of_added, added)
+        _linear(weights, layer, 1, attended.reshape(n, -1), of_attended, added, of_added)
         x += added
         _norm(x, weights.norms[2 * layer + 1], weights.least, normed)
-        _linear(weights, layer, 2, of_normed, of_gates, gates)
+        _linear(weights, layer, 2, normed, of_normed, gates, of_gates)
         for row in range(n):
             _gate(gates[row, :inner], gates[row, inner:], gated[row])
-        _linear(weights, layer, 3, of_gated, of_added, added)
+        _linear(weights, layer, 3, gated, of_gated, added, of_added)
         x += added
     _norm(x, weights.norms[-1], weights.least, normed)
     for handle in (of_normed, of_added, of_qkv, of_attended, of_gates, of_gated):
@@ -189,13 +196,30 @@ def _pass(
 
 
 @_long
-def _linear(weights: _Weights, layer: int, which: int, x: np.uint64, to: np.uint64, out: FloatArray) -> None:
-    """One of a layer's four linear layers; x, to: handles; out: the array behind `to`."""
-    linear(weights.names, x, weights.linears[layer, which], to)
+def _linear(
+    weights: _Weights, layer: int, which: int, x: FloatArray, of_x: np.uint64, out: FloatArray, of_out: np.uint64
+) -> None:
+    """One of a layer's four linear layers; of_x, of_out: handles of x and out."""
+    if weights.blocked:
+        product(x, weights.linears[layer, which], out)
+    else:
+        linear(weights.names, of_x, weights.linears[layer, which], of_out)
     start, stop = weights.bias_starts[4 * layer + which], weights.bias_starts[4 * layer + which + 1]
     if stop > start:
         for row in range(len(out)):
             out[row] += weights.biases[start:stop]
+
+
+@_long
+def _widen(row: FloatArray, out: FloatArray) -> None:
+    for i in range(len(out)):
+        out[i] = widened(row[i])
+
+
+@_long
+def _put_all(row: FloatArray, out: FloatArray) -> None:
+    for i in range(len(row)):
+        put(out, i, row[i])
 
 
 @_long
@@ -258,13 +282,14 @@ def _attend_together(
     bias = hidden.reshape(-1, n)
     asked = folded.reshape(kv_heads, fold * count, dim)
     answered = np.empty_like(asked)
-    if start >= 0:
+    if start >= 0 and keys.itemsize == 4:
         attention(asked, keys[:, start : start + n], values[:, start : start + n], bias, scale, answered)
     else:
         own_keys, own_values = np.empty((kv_heads, n, dim), np.float32), np.empty((kv_heads, n, dim), np.float32)
         for kv in range(kv_heads):
             for at in range(n):
-                own_keys[kv, at], own_values[kv, at] = keys[kv, slots[at]], values[kv, slots[at]]
+                _widen(keys[kv, slots[at]], own_keys[kv, at])
+                _widen(values[kv, slots[at]], own_values[kv, at])
         attention(asked, own_keys, own_values, bias, scale, answered)
     for row in range(count):
         for head in range(out.shape[1]):

@@ -6,11 +6,14 @@ modules are replaced depends on their shapes and classes alone: equal software g
 
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine import torch_calls
 from engine.attention import Part
 from engine.choice import Weights
 from engine.kv import KVPool
@@ -65,6 +68,39 @@ class HalfLinear(torch.nn.Module):
         return torch.fbgemm_linear_fp16_weight_fp32_activation(x, self.packed, self.bias)
 
 
+class BlockedLinear(torch.nn.Module):
+    """A linear layer in bfloat16 with sums in float32, by oneDNN's kernels alone: on one thread.
+
+    A quarter to a half of PackedLinear's time with few rows, and near a core's peak from four on. Each output is one sum in
+    the order of the inputs: a row's bits don't depend on the other rows (known of AVX-512; an invariant runner doesn't
+    rely on it).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = None if bias is None else bias.float()
+        self.blocks = torch_calls.blocks_of(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in_features], of any dtype, rounded to bfloat16."""
+        rows = x.reshape(-1, x.shape[-1]).float().contiguous().numpy()
+        numbers = np.empty((len(rows), len(self.weight)), np.float32)
+        torch_calls.product(rows, np.uint64(self.blocks.data_ptr()), numbers)
+        out = torch.from_numpy(numbers).view(*x.shape[:-1], -1)
+        return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
+
+
+def read_in_order(layers: Sequence[BlockedLinear]) -> None:
+    """Moves the weights of layers to one piece of memory: reading them one after the other takes a tenth less time."""
+    parts = [layer.blocks for layer in layers]
+    if all(after.data_ptr() == before.data_ptr() + before.nbytes for before, after in pairwise(parts)):
+        return
+    whole = torch.cat(parts)
+    for layer, part in zip(layers, whole.split([len(part) for part in parts]), strict=True):
+        layer.blocks = part
+
+
 class Int8Linear(torch.nn.Module):
     """A linear layer with 8-bit weights, one scale for each output; inputs are rounded to 8 bits as they come, by FBGEMM.
 
@@ -98,6 +134,11 @@ def has_fast_bf16(device: str) -> bool:
     if torch.cpu._is_avx2_supported():  # x86
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _can_block(weight: torch.Tensor) -> bool:
+    kernels = torch_calls.available() and torch.cpu._is_avx512_bf16_supported()
+    return weight.dtype == torch.bfloat16 and kernels and torch.get_num_threads() == 1 and weight.shape[1] % 2 == 0
 
 
 def fits_half(weight: torch.Tensor) -> bool:
@@ -150,13 +191,14 @@ class FusedNorm(torch.nn.Module):
         super().__init__()
         features = weight.shape[-1]
         # x / rms(x) * weight, with norm(x) = rms(x) * features ** 0.5
-        self.scaled, self.least = weight * features**0.5, features * eps
+        self.scaled, self.least = weight.float() * features**0.5, features * eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., features]."""
-        norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
-        out: torch.Tensor = (x / norm.square_().add_(self.least).sqrt_()).mul_(self.scaled)
-        return out
+        """x: [..., features]; in bfloat16 it is rounded once, at the end."""
+        exact = x.float()
+        norm = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
+        out: torch.Tensor = (exact / norm.square_().add_(self.least).sqrt_()).mul_(self.scaled)
+        return out.to(x.dtype)
 
 
 class PlainLinear(torch.nn.Module):
@@ -233,6 +275,8 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weight
         return Int8Linear(weight, bias)
     if weight.dtype == torch.float32 and fits_half(weight):
         return HalfLinear(weight, bias)
+    if _can_block(weight):
+        return BlockedLinear(weight, bias)
     if weight.dtype == torch.float32:
         packs = weight.numel() >= _WORTH_PACKING
     else:
@@ -295,7 +339,7 @@ def _faster(module: Any, weights: Weights) -> torch.nn.Module:
     if kind is torch.nn.Linear:
         bias: Any = module.bias
         return make_linear(module.weight.detach(), None if bias is None else bias.detach(), weights)
-    if kind.__name__ in _PLAIN_NORMS and module.weight.dtype == torch.float32:
+    if kind.__name__ in _PLAIN_NORMS:
         return FusedNorm(module.weight.detach(), module.variance_epsilon)
     kept: torch.nn.Module = module
     return kept

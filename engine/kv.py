@@ -17,10 +17,17 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from engine.prefix import UNKNOWN, PrefixCache
-from engine.types import IntArray
+from engine.types import FloatArray, IntArray
 
 SCRATCH_SLOT = 0  # padding rows write here and read from here; page 0 is never handed out
 _HELD = np.iinfo(np.int64).max  # the age of a page that can't be taken
+
+
+def numbers_of(tensor: torch.Tensor) -> FloatArray:
+    """A tensor's numbers for compiled loops: bits, uint16, of bfloat16."""
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    numbers: FloatArray = bits.numpy()
+    return numbers
 
 
 class PoolExhausted(RuntimeError):
@@ -222,8 +229,8 @@ class KVPool:
         if not pairs:
             return
         old, new = (list(side) for side in zip(*pairs, strict=True))
-        if self.data.is_cpu and self.data.dtype == torch.float32:  # a few slots: numpy takes a fifth of torch's time
-            array = self.data.numpy()
+        if self.data.is_cpu:  # a few slots: numpy takes a fifth of torch's time
+            array = numbers_of(self.data)
             array[:, :, :, new] = array[:, :, :, old]
         else:
             before, after = (torch.tensor(side, device=self.data.device) for side in (old, new))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import Group, Heads, Layout, Part
-from engine.cpu import FusedLayer, HalfLinear, Int8Linear, PackedLinear, is_plain_decoder, positions_of
+from engine.cpu import BlockedLinear, FusedLayer, HalfLinear, Int8Linear, PackedLinear, is_plain_decoder, positions_of
 from engine.kv import KVPool
 
 
@@ -153,6 +153,7 @@ class FusedDecoder:
 
 def fused_decoder(model: Any, pool: KVPool, heads: Heads) -> FusedDecoder | None:
     """The model's decoder in recordings; None where its parts are not all of the kinds known here."""
-    if not is_plain_decoder(model.base_model):
+    base = model.base_model
+    if not is_plain_decoder(base) or any(isinstance(module, BlockedLinear) for module in base.modules()):
         return None
     return FusedDecoder(model.base_model, pool, heads, positions_of(model, pool))

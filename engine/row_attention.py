@@ -12,7 +12,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.compiled import compiled, exponential, read_ahead
+from engine.compiled import compiled, exponential, read_ahead, widened
+from engine.kv import numbers_of
 from engine.types import BoolArray, FloatArray, IntArray
 
 _NOTHING = np.zeros(0, np.int32)
@@ -62,17 +63,19 @@ class Paths:
         cap: float | None,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Writes these rows of `out` [rows of the pass, heads, head_dim]; everything is float32.
+        """Writes these rows of `out` [rows of the pass, heads, head_dim], float32 or bfloat16 as everything.
 
         query: [heads, rows of the pass, head_dim]; store: a layer's keys and values [2, kv_heads, slots, head_dim].
         scale, cap, sinks: as for Part.attend.
         """
-        keys, values = store.numpy()
+        keys, values = numbers_of(store)
         heads = np.full(len(query), -np.inf, np.float32) if sinks is None else sinks.float().numpy()
-        queries = query.transpose(0, 1).contiguous().numpy()
-        attend_rows(
-            queries, keys, values, self.rows, self.slots, self.starts, scale, float(cap or 0.0), heads, out.numpy()
-        )
+        queries = query.transpose(0, 1).contiguous().float().numpy()
+        answers = out.float()
+        paths = self.rows, self.slots, self.starts
+        attend_rows(queries, keys, values, *paths, scale, float(cap or 0.0), heads, answers.numpy())
+        if answers is not out:
+            out.copy_(answers)
 
 
 @compiled
@@ -109,7 +112,9 @@ def attend_rows(
     sinks: FloatArray,
     out: FloatArray,
 ) -> None:
-    """query: [rows of the pass, heads or more, head_dim]; keys, values: [kv_heads, slots, head_dim]; cap: 0 for none.
+    """query: [rows of the pass, heads or more, head_dim]; keys, values: [kv_heads, slots, head_dim], of numbers_of.
+
+    cap: 0 for none.
 
     sinks: [heads], -inf for none; out: [rows of the pass, heads, head_dim].
 
@@ -139,7 +144,7 @@ def _score(query: FloatArray, keys: FloatArray, path: IntArray, out: FloatArray)
         for head in range(len(query)):
             score = np.float32(0)
             for d in range(query.shape[1]):
-                score += query[head, d] * key[d]
+                score += query[head, d] * widened(key[d])
             out[head, at] = score
 
 
@@ -178,10 +183,11 @@ def _add_up(weights: FloatArray, values: FloatArray, path: IntArray, out: FloatA
         for head in range(len(out)):
             result, own = out[head], weights[head, at : at + _AT_ONCE]
             for i in range(len(result)):
-                low = own[0] * a[i] + own[1] * b[i] + own[2] * c[i] + own[3] * d[i]
-                result[i] += low + own[4] * e[i] + own[5] * f[i] + own[6] * g[i] + own[7] * h[i]
+                low = own[0] * widened(a[i]) + own[1] * widened(b[i]) + own[2] * widened(c[i]) + own[3] * widened(d[i])
+                high = own[4] * widened(e[i]) + own[5] * widened(f[i]) + own[6] * widened(g[i])
+                result[i] += low + high + own[7] * widened(h[i])
     for at in range(whole, len(path)):
         value = values[np.uint32(path[at])]
         for head in range(len(out)):
             for i in range(len(value)):
-                out[head, i] += weights[head, at] * value[i]
+                out[head, i] += weights[head, at] * widened(value[i])

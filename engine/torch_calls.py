@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.compiled import COMPILES, compiled
+from engine.compiled import COMPILES, compiled, put
 from engine.types import FloatArray
 
 _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -22,6 +22,10 @@ _OUT = ctypes.create_string_buffer(b"out")  # the overload that writes to a tens
 _FLOAT32, _CPU, _ANY = np.int32(6), np.int32(0), np.int32(-1)  # torch's numbers of a dtype, a device and its index
 _NEEDED: list[str] = []  # names of torch's functions
 _WORD = 8  # bytes
+_ROWS = (
+    32  # of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed
+)
+_FIT = 1 << 17  # bytes of weights of a product at once, at most: the caches of a core hold them
 _long = partial(compiled, long=True)
 
 
@@ -57,6 +61,12 @@ if COMPILES:
     _data = _function("aoti_torch_get_data_ptr", _N, _N)
     _flash = _function("aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu", _N, _N, _N, _D, _W, _N, _N, _N, _N)
     _copy = _function("memcpy", _N, _N, _N, returns=_N)
+    # at::native::cpublas::brgemm of bfloat16: oneDNN's kernels with nothing around them
+    _multiply = _function(
+        "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
+        *(_I, _I, _I, _I, _I, _I, types.boolean, _N, _N, _N, types.boolean),
+        returns=types.void,
+    )
 
 
 def names() -> Any:
@@ -121,6 +131,47 @@ def linear(names: Any, x: np.uint64, packed: np.uint64, out: np.uint64) -> None:
     if _call(names[0], names[1], at, names[2]):
         raise RuntimeError("torch failed at a linear layer")
     _release(stack[0])
+
+
+def blocks_of(weight: torch.Tensor) -> torch.Tensor:
+    """A bfloat16 weight [out_features, in_features] laid out for `product`: blocks of outputs, pairs of inputs together.
+
+    in_features is even. Returns [out_features x in_features].
+    """
+    parts = weight.split(_outputs(weight.shape[1]))
+    return torch.cat([part.view(len(part), -1, 2).transpose(0, 1).reshape(-1) for part in parts])
+
+
+@_long
+def _outputs(inputs: int) -> int:
+    """How many outputs a block has."""
+    return 64 if 64 * 2 * inputs <= _FIT else 32
+
+
+@_long
+def product(x: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
+    """A linear layer in bfloat16 with sums in float32 (engine.cpu.BlockedLinear), without its bias, on one thread.
+
+    x: [rows, in_features], rounded here; blocks: the address of its weight's; out: [rows, out_features].
+    """
+    rounded: Any = np.empty(x.shape, np.uint16)
+    for row in range(len(x)):
+        for i in range(x.shape[1]):
+            put(rounded[row], i, x[row, i])
+    _product(rounded, blocks, out)
+
+
+@_long
+def _product(x: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
+    (rows, inputs), outputs = x.shape, out.shape[1]
+    at, to = x.ctypes.data, out.ctypes.data
+    block = _outputs(inputs)
+    for first in range(0, outputs, block):
+        width = min(block, outputs - first)
+        for row in range(0, rows, _ROWS):
+            some, x_row, out_row = min(_ROWS, rows - row), at + row * inputs * 2, to + (row * outputs + first) * 4
+            block_at = blocks + np.uint64(first * inputs * 2)
+            _multiply(some, width, inputs, inputs, width, outputs, False, x_row, block_at, out_row, True)
 
 
 @_long

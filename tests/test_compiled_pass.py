@@ -53,24 +53,45 @@ def compiled(fast_target: ModelRunner) -> ModelRunner:
     return fast_target
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    name, settings = KINDS[kind]
+@pytest.fixture(params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """In bfloat16, whose weights float16 holds."""
+    name, settings = KINDS[request.param]
     folder = save(name, LLAMA | settings, tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for key, value in model.named_parameters():
         if key.endswith("bias"):
             torch.nn.init.normal_(value)
-    model.bfloat16().save_pretrained(folder)  # weights that float16 holds
-    runner = ModelRunner(folder, dtype="float32", kv_tokens=512)
-    assert isinstance(runner._decoder, CompiledDecoder)
-    tokens = torch.arange(100)
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def transformers_logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    """Of a hundred tokens, [100, vocab_size]."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        expected = model(tokens[None]).logits[0]
+        logits: torch.Tensor = model(torch.arange(100)[None]).logits[0].float()
+    return logits
+
+
+def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
+    runner = ModelRunner(checkpoint, dtype="float32", kv_tokens=512)
+    assert isinstance(runner._decoder, CompiledDecoder)
+    expected = transformers_logits(checkpoint, torch.float32)
     for chunk in (1, 7, 64):  # one by one, and in calls of torch's attention
         with leased(runner, 100) as (lease,):
-            assert_close(prefill(runner, lease, tokens.tolist(), chunk), expected)
+            assert_close(prefill(runner, lease, list(range(100)), chunk), expected)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="bfloat16 is emulated")
+def test_in_bfloat16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers(checkpoint: Path) -> None:
+    runner = ModelRunner(checkpoint, dtype="bfloat16", kv_tokens=512)
+    assert isinstance(runner._decoder, CompiledDecoder)
+    exactly, rounded = (transformers_logits(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    for chunk in (1, 7, 64):
+        with leased(runner, 100) as (lease,):
+            logits = prefill(runner, lease, list(range(100)), chunk)
+            assert (logits - exactly).square().mean() < (rounded - exactly).square().mean()
 
 
 @pytest.mark.parametrize("few", [0, 10**9], ids=["together", "one by one"])

@@ -7,13 +7,27 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from engine import torch_calls
 from engine.attention import chain_rows
-from engine.cpu import FusedNorm, HalfLinear, PackedLinear, PlainLinear, fits_half, make_linear
+from engine.cpu import (
+    BlockedLinear,
+    FusedNorm,
+    HalfLinear,
+    PackedLinear,
+    PlainLinear,
+    fits_half,
+    make_linear,
+    read_in_order,
+)
 from engine.runner import ModelRunner
 from tests import exact
 
 HALF = "fbgemm" in torch.backends.quantized.supported_engines
 needs_fbgemm = pytest.mark.skipif(not HALF, reason="needs FBGEMM")
+needs_bf16 = pytest.mark.skipif(
+    not (torch_calls.available() and torch.cpu._is_avx512_bf16_supported()),
+    reason="needs a processor that computes in bfloat16",
+)
 
 
 def weight(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,6 +67,40 @@ def test_at_a_fixed_number_of_rows_neither_place_nor_neighbours_change_a_bit() -
             x[place] = row
             seen.append(layer(x)[place])
         assert all(torch.equal(each, seen[0]) for each in seen)
+
+
+@needs_bf16
+@pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (384, 1024), (97, 34), (70, 4096)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_layer_in_bfloat16_rounds_its_input_alone(shape: tuple[int, int], biased: bool) -> None:
+    given, bias = weight(*shape).bfloat16(), weight(shape[0], seed=1).bfloat16() if biased else None
+    layer = make_linear(given, bias)
+    assert isinstance(layer, BlockedLinear)
+    x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(2))
+    whole = layer(x)
+    expected = F.linear(x.bfloat16().double(), given.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
+    for rows in (1, 2, 5, 32, 33, 64):
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+    assert torch.equal(layer(x.view(7, 10, -1)).view(70, -1), whole)
+    assert torch.equal(layer(x.bfloat16()), whole.bfloat16())
+
+
+@needs_bf16
+def test_with_several_threads_layers_in_bfloat16_are_those_that_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert isinstance(make_linear(weight(64, 32).bfloat16(), None), PackedLinear)
+
+
+@needs_bf16
+def test_weights_that_are_read_in_order_lie_in_order() -> None:
+    layers = [BlockedLinear(weight(*shape).bfloat16(), None) for shape in ((64, 32), (97, 64), (32, 96))]
+    before = [layer.blocks.clone() for layer in layers]
+    for count in (3, 3, 2):  # the last two times they are in order already
+        read_in_order(layers[:count])
+        addresses = [layer.blocks.data_ptr() - layers[0].blocks.data_ptr() for layer in layers]
+        assert addresses == [0, 2 * 64 * 32, 2 * (64 * 32 + 97 * 64)]
+    assert all(torch.equal(layer.blocks, each) for layer, each in zip(layers, before, strict=True))
 
 
 def test_a_checkpoint_that_does_not_fit_half_runs_too(tmp_path: Path) -> None:

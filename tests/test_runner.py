@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine import checkpoint, runner
+from engine import checkpoint, runner, torch_calls
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
 from engine.cpu import PackedLinear
@@ -245,7 +245,10 @@ def test_rows_beyond_the_largest_bucket_are_computed(fast_target: ModelRunner, p
         assert_close(whole, prefill(fast_target, second, tokens, chunk=52))
 
 
-def test_rows_are_rounded_up_to_buckets_where_a_model_makes_something_of_each_number() -> None:
+def test_rows_are_rounded_up_to_buckets_where_a_model_makes_something_of_each_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_calls, "available", lambda: False)
     bfloat16 = ModelRunner(exact.TARGET, dtype="bfloat16", kv_tokens=64)
     rows = [0, 1, 9, 16, 17, 64, 65, 240, 241]
     assert [bfloat16.called_with(count) for count in rows] == [0, 2, 12, 16, 24, 64, 80, 240, 256]
