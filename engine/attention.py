@@ -17,11 +17,11 @@ import torch.nn.functional as F
 
 from engine.compiled import COMPILES, compiled
 from engine.kv import SCRATCH_SLOT, KVPool, Lease
+from engine.page_attention import plan
 from engine.row_attention import Paths
 from engine.types import BoolArray, FloatArray, IntArray
 
 _ITSELF = np.ones((1, 1), np.bool_)  # what a single row sees behind the prefix
-_NO_BIAS = np.zeros(0, np.float32)
 Longs = npt.NDArray[np.int64]
 _KEY_BUCKET = 64  # invariant mode with torch's attention: each row's keys are rounded up to this
 _FEW = 1600  # rows times keys of a sequence that attend one by one sooner than in a call of torch's attention
@@ -155,28 +155,13 @@ class Part:
         return out.reshape(-1, kv * fold, dim)
 
 
-class Together(NamedTuple):
-    """Sequences whose rows attend in one call for each sequence, as compiled loops know them."""
-
-    spans: IntArray  # [n, 3]: a sequence's first row, how many there are, its first slot (-1: slots are scattered)
-    slots: IntArray  # that any of its rows sees, one sequence after the other
-    starts: IntArray  # [n + 1]: where each one's begin
-    bias: FloatArray  # 0 where visible, else -inf, [fold x rows, slots] of each
-    bias_starts: IntArray  # [n + 1]: nothing between two starts: everything is visible
-
-
-_START = np.zeros(1, np.int32)
-_NONE_TOGETHER = Together(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), _START, _NO_BIAS, _START)
-
-
 class Seen(NamedTuple):
-    """What a compiled pass needs: its rows, where they write in the pool, and what they see of it."""
+    """What a compiled pass needs: its rows, where they write in the pool, and what they see of it (page_attention.plan)."""
 
     tokens: Longs  # [rows], as the two below
     positions: Longs
     write: Longs
-    paths: Paths
-    together: Together
+    plan: IntArray
 
 
 class Softmax(NamedTuple):
@@ -259,8 +244,13 @@ class Layout:
         tokens = _padded(self._tokens, start, stop, padding)
         positions = _padded(self._positions, start, stop, padding)
         write = _padded(self._slots, start, stop, padding)
-        single, together = self._split(start, stop, None)
-        return Seen(tokens, positions, write, Paths.joined(single), self._together(together))
+        sequences = []
+        for rows, first in zip(self._batch, self.starts, strict=True):
+            low, high = max(start - first, 0), min(stop - first, len(rows.tokens))
+            if low < high:
+                seen = rows.visible[low:high]
+                sequences.append((rows.lease.slots, rows.prefix, rows.tree_slots, seen, first + low - start))
+        return Seen(tokens, positions, write, plan(sequences))
 
     def _groups(self, start: int, stop: int, window: int | None) -> list[Group | Paths]:
         single, together = self._split(start, stop, window)
@@ -280,23 +270,6 @@ class Layout:
             else:
                 together.append((rows, first))
         return single, together
-
-    def _together(self, sequences: Sequence[tuple[SequenceRows, int]]) -> Together:
-        if not sequences:
-            return _NONE_TOGETHER
-        slots = [np.concatenate([rows.lease.slots[: rows.prefix], rows.tree_slots]) for rows, _ in sequences]
-        spans = [
-            (first, len(rows.tokens), own[0] if _consecutive(own, own[0]) else -1)
-            for (rows, first), own in zip(sequences, slots, strict=True)
-        ]
-        biases = [
-            _NO_BIAS
-            if rows.visible.all()
-            else _bias(rows.visible, self._heads.fold, len(rows.tokens), rows.prefix).reshape(-1)
-            for rows, _ in sequences
-        ]
-        starts, bias_starts = (np.cumsum([0, *map(len, parts)], dtype=np.int32) for parts in (slots, biases))
-        return Together(np.array(spans, np.int32), np.concatenate(slots), starts, np.concatenate(biases), bias_starts)
 
     def _shared(self, rows: SequenceRows, start: int, padding: int, window: int | None) -> Group:
         """The rows of a sequence attend together under a mask: the fast way. Padding rows see everything."""

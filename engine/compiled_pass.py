@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from engine import torch_calls
-from engine.attention import Layout, Longs, Together
-from engine.compiled import compiled, exponential, put, widened
+from engine.attention import Layout, Longs
+from engine.compiled import compiled, exponential, widened
 from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
 from engine.kv import KVPool, numbers_of
-from engine.row_attention import attend_rows
-from engine.torch_calls import attention, handle_of, linear, product, release
+from engine.page_attention import attend, store
+from engine.torch_calls import handle_of, linear, product, release
 from engine.types import FloatArray, IntArray
 
 _long = partial(compiled, long=True)
@@ -40,7 +40,7 @@ class _Weights(NamedTuple):
     sines: FloatArray
     inner: int  # intermediate_size
     scale: float  # of scores
-    sinks: FloatArray  # -inf for each head: there are none
+    heads: int  # of queries
 
 
 class CompiledDecoder:
@@ -52,7 +52,7 @@ class CompiledDecoder:
     """
 
     def __init__(self, model: Any, pool: KVPool) -> None:
-        """model: one whose base `_fits`."""
+        """model: one whose base `compiles`; pool: a paged one."""
         base = model.base_model
         layers: list[FusedLayer] = list(base.layers)
         linears, norms = _linears(layers), _norms(base)
@@ -80,27 +80,20 @@ class CompiledDecoder:
             sines.numpy(),
             layers[0].down.weight.shape[1],
             float(layers[0].scale),
-            np.full(layers[0].heads, -np.inf, np.float32),
+            layers[0].heads,
         )
-        self._data = numbers_of(pool.data)
+        self._data = numbers_of(pool.data).reshape(*pool.data.shape[:3], pool.pages, -1)
 
     def __call__(self, layout: Layout, span: tuple[int, int, int]) -> torch.Tensor:
         """span: of rows in the layout, see there. Returns the final hidden states [rows, hidden_size]."""
         seen = layout.seen(*span)
-        paths = seen.paths.rows, seen.paths.slots, seen.paths.starts
-        states = _pass(self._weights, *seen[:3], self._data, *paths, seen.together)
+        states = _pass(self._weights, *seen[:3], self._data, seen.plan)
         return torch.from_numpy(states)
 
 
-def compiled_decoder(model: Any, pool: KVPool) -> CompiledDecoder | None:
-    """The model's decoder as one call; None where its parts are not all of the kinds known here."""
-    if not torch_calls.available() or not _fits(model.base_model):
-        return None
-    return CompiledDecoder(model, pool)
-
-
-def _fits(base: Any) -> bool:
-    if not is_plain_decoder(base):
+def compiles(base: Any) -> bool:
+    """Whether a model without its output layer can be a CompiledDecoder: its parts are all of the kinds known here."""
+    if not torch_calls.available() or not is_plain_decoder(base):
         return False
     layers: list[Any] = list(base.layers)
     return (
@@ -147,19 +140,24 @@ def _pass(
     positions: Longs,
     write: Longs,
     data: FloatArray,
-    rows: IntArray,
-    slots: IntArray,
-    starts: IntArray,
-    together: Together,
+    plan: IntArray,
 ) -> FloatArray:
-    """tokens, positions, write: [n]; data: KVPool.data; rows, slots, starts: of Paths. Returns states [n, hidden_size]."""
-    n, kv_heads, dim, inner = len(tokens), data.shape[2], data.shape[4], weights.inner
-    heads = len(weights.sinks)
+    """tokens, positions, write: [n]; data: of the pool, [layers, 2, kv_heads, pages, PAGE x head_dim].
+
+    plan: page_attention.plan. Returns states [n, hidden_size].
+    """
+    n, kv_heads, inner, heads, dim = (
+        len(tokens),
+        data.shape[2],
+        weights.inner,
+        weights.heads,
+        2 * weights.cosines.shape[1],
+    )
     x = np.empty((n, weights.embedding.shape[1]), np.float32)
     for row in range(n):
         if not 0 <= tokens[row] < len(weights.embedding):
             raise IndexError("a token is not in the vocabulary")
-        if not (0 <= positions[row] < len(weights.cosines) and 0 <= write[row] < data.shape[3]):
+        if not (0 <= positions[row] < len(weights.cosines) and 0 <= write[row] * dim < data[0, 0, 0].size):
             raise IndexError("a row is at no position or has no slot")
         _widen(weights.embedding[tokens[row]], x[row])
     normed, added = np.empty_like(x), np.empty_like(x)
@@ -175,12 +173,9 @@ def _pass(
         _rotate(qkv, heads + kv_heads, positions, weights.cosines, weights.sines)
         for row in range(n):
             for kv in range(kv_heads):
-                _put_all(qkv[row, heads + kv], keys[kv, write[row]])
-                _put_all(qkv[row, heads + kv_heads + kv], values[kv, write[row]])
-        if len(rows):
-            attend_rows(qkv, keys, values, rows, slots, starts, weights.scale, 0.0, weights.sinks, attended)
-        for group in range(len(together.spans)):
-            _attend_together(qkv, keys, values, together, group, weights.scale, attended)
+                store(qkv[row, heads + kv], True, write[row], keys[kv].reshape(-1))
+                store(qkv[row, heads + kv_heads + kv], False, write[row], values[kv].reshape(-1))
+        attend(qkv, keys, values, plan, weights.scale, attended)
         _linear(weights, layer, 1, attended.reshape(n, -1), of_attended, added, of_added)
         x += added
         _norm(x, weights.norms[2 * layer + 1], weights.least, normed)
@@ -214,12 +209,6 @@ def _linear(
 def _widen(row: FloatArray, out: FloatArray) -> None:
     for i in range(len(out)):
         out[i] = widened(row[i])
-
-
-@_long
-def _put_all(row: FloatArray, out: FloatArray) -> None:
-    for i in range(len(row)):
-        put(out, i, row[i])
 
 
 @_long
@@ -260,37 +249,3 @@ def _gate(gate: FloatArray, up: FloatArray, out: FloatArray) -> None:
     """SiLU of one half times the other."""
     for i in range(len(out)):
         out[i] = gate[i] * up[i] / (np.float32(1) + exponential(-gate[i]))
-
-
-@_long
-def _attend_together(
-    qkv: FloatArray, keys: FloatArray, values: FloatArray, together: Together, group: int, scale: float, out: FloatArray
-) -> None:
-    """A sequence's rows in one call of torch's attention; query heads that share a KV head are folded into rows.
-
-    qkv: [rows, heads + 2 kv_heads, head_dim]; out: [rows, heads, head_dim].
-    """
-    first, count, start = together.spans[group]
-    slots = together.slots[together.starts[group] : together.starts[group + 1]]
-    kv_heads, dim, n = keys.shape[0], keys.shape[2], len(slots)
-    fold = out.shape[1] // kv_heads
-    folded = np.empty((kv_heads, fold, count, dim), np.float32)
-    for row in range(count):
-        for head in range(out.shape[1]):
-            folded[head // fold, head % fold, row] = qkv[first + row, head]
-    hidden = together.bias[together.bias_starts[group] : together.bias_starts[group + 1]]
-    bias = hidden.reshape(-1, n)
-    asked = folded.reshape(kv_heads, fold * count, dim)
-    answered = np.empty_like(asked)
-    if start >= 0 and keys.itemsize == 4:
-        attention(asked, keys[:, start : start + n], values[:, start : start + n], bias, scale, answered)
-    else:
-        own_keys, own_values = np.empty((kv_heads, n, dim), np.float32), np.empty((kv_heads, n, dim), np.float32)
-        for kv in range(kv_heads):
-            for at in range(n):
-                _widen(keys[kv, slots[at]], own_keys[kv, at])
-                _widen(values[kv, slots[at]], own_values[kv, at])
-        attention(asked, own_keys, own_values, bias, scale, answered)
-    for row in range(count):
-        for head in range(out.shape[1]):
-            out[first + row, head] = answered[head // fold, head % fold * count + row]

@@ -19,6 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from engine.prefix import UNKNOWN, PrefixCache
 from engine.types import FloatArray, IntArray
 
+PAGE = 32  # slots
 SCRATCH_SLOT = 0  # padding rows write here and read from here; page 0 is never handed out
 _HELD = np.iinfo(np.int64).max  # the age of a page that can't be taken
 
@@ -62,7 +63,8 @@ class KVPool:
     """Keys and values of all sequences of one model replica.
 
     `data`: [layers, 2 (key, value), kv_heads, slots, head_dim]; freed and padding slots hold finite values, since a NaN
-    behind a mask leaks.
+    behind a mask leaks. paged: of a head's pages, [pages, page_size x head_dim], keys are kept feature by feature and values
+    slot by slot, in bfloat16 pairs of features and of slots together (engine.page_attention).
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class KVPool:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        page_size: int = 32,
+        page_size: int = PAGE,
+        paged: bool = False,
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.paged = page_size, paged
         self.pages = -(-tokens // page_size) + 1
         shape = (layers, 2, kv_heads, self.pages * page_size, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -229,12 +232,24 @@ class KVPool:
         if not pairs:
             return
         old, new = (list(side) for side in zip(*pairs, strict=True))
-        if self.data.is_cpu:  # a few slots: numpy takes a fifth of torch's time
+        if self.paged:
+            self._move_paged(np.array(old), np.array(new))
+        elif self.data.is_cpu:  # a few slots: numpy takes a fifth of torch's time
             array = numbers_of(self.data)
             array[:, :, :, new] = array[:, :, :, old]
         else:
             before, after = (torch.tensor(side, device=self.data.device) for side in (old, new))
             self.data.index_copy_(3, after, self.data.index_select(3, before))
+
+    def _move_paged(self, old: IntArray, new: IntArray) -> None:
+        numbers, size = numbers_of(self.data), self.page_size
+        layers, _, kv_heads, _, dim = numbers.shape
+        pair = 2 if numbers.itemsize == 2 else 1
+        keys = numbers.reshape(layers, 2, kv_heads, self.pages, dim // pair, size, pair)[:, 0]
+        values = numbers.reshape(layers, 2, kv_heads, self.pages, size // pair, dim, pair)[:, 1]
+        (source, place), (page, to) = (np.divmod(slots, size) for slots in (old, new))
+        keys[:, :, page, :, to] = keys[:, :, source, :, place]
+        values[:, :, page, to // pair, :, to % pair] = values[:, :, source, place // pair, :, place % pair]
 
     def check(self) -> None:
         """Audits the pool: who holds what, what is cached, what is free, and that all values are finite.

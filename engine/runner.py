@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
 from engine.choice import Weights, check_weights
-from engine.compiled_pass import CompiledDecoder, compiled_decoder
+from engine.compiled_pass import CompiledDecoder, compiles
 from engine.cpu import has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
@@ -97,7 +97,8 @@ class ModelRunner:
             self._head = output_head(self.model)
         except Unsupported as error:
             raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
-        self.pool = KVPool(self.layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device)
+        paged = replaced and compiles(self.model.base_model)
+        self.pool = KVPool(self.layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device, paged=paged)
         self._last = (
             min(self.max_length, self.pool.capacity) - 1
         )  # position: guesses may lie beyond, what is chosen does not
@@ -140,7 +141,9 @@ class ModelRunner:
 
     def _fast_decoder(self) -> CompiledDecoder | FusedDecoder | None:
         """A faster way through the layers than transformers' own, for models that we know."""
-        return compiled_decoder(self.model, self.pool) or fused_decoder(self.model, self.pool, self._heads)
+        if self.pool.paged:
+            return CompiledDecoder(self.model, self.pool)
+        return fused_decoder(self.model, self.pool, self._heads)
 
     def _compile(self) -> None:
         """Compiles the model for any number of rows, with our attention left as it is: its keys grow with every step."""
@@ -187,8 +190,8 @@ class ModelRunner:
         size = self._rows if self.invariant else total
         hidden = [self._hidden(layout, start, min(start + size, total)) for start in range(0, total, size)]
         states = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        self.hidden = states if len(wanted) == total else states[wanted]
-        return self.logits(self.hidden)
+        self.hidden = chosen = states if len(wanted) == total else states[wanted]
+        return self.logits(chosen)
 
     def _hidden(self, layout: Layout, start: int, stop: int) -> torch.Tensor:
         """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded as `called_with` says."""

@@ -20,12 +20,12 @@ _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _LINEAR = ctypes.create_string_buffer(b"aten::fbgemm_linear_fp16_weight_fp32_activation")
 _OUT = ctypes.create_string_buffer(b"out")  # the overload that writes to a tensor it is given
 _FLOAT32, _CPU, _ANY = np.int32(6), np.int32(0), np.int32(-1)  # torch's numbers of a dtype, a device and its index
+_BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllb"
 _NEEDED: list[str] = []  # names of torch's functions
 _WORD = 8  # bytes
-_ROWS = (
-    32  # of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed
-)
-_FIT = 1 << 17  # bytes of weights of a product at once, at most: the caches of a core hold them
+# Of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed.
+ROWS = 32
+_OUTPUTS = 32  # of a product at once, so of a block of weights: wider ones are read slower from memory
 _long = partial(compiled, long=True)
 
 
@@ -38,16 +38,14 @@ def available() -> bool:
     if not all(hasattr(library, name) for name in _NEEDED) or not hasattr(torch._C, "_aoti"):
         return False
     binding.load_library_permanently(str(_LIBRARY))
-    some = torch.zeros(1, 2, 3, 4)
-    attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(some, some, some)[0]
-    return bool(attended.is_contiguous())
+    return True
 
 
 if COMPILES:
     from llvmlite import binding
     from numba import types
 
-    _N, _I, _D, _W = types.uint64, types.int64, types.float64, types.int32
+    _N, _I, _W = types.uint64, types.int64, types.int32
 
     def _function(name: str, *arguments: Any, returns: Any = _W) -> Any:
         """A function of the library, for compiled loops; most return an error's number, or 0."""
@@ -58,15 +56,10 @@ if COMPILES:
     _share = _function("aoti_torch_new_tensor_handle", _N, _N)
     _release = _function("aoti_torch_delete_tensor_object", _N)
     _over = _function("aoti_torch_create_tensor_from_blob", _N, _I, _N, _N, _I, _W, _W, _W, _N)
-    _data = _function("aoti_torch_get_data_ptr", _N, _N)
-    _flash = _function("aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu", _N, _N, _N, _D, _W, _N, _N, _N, _N)
-    _copy = _function("memcpy", _N, _N, _N, returns=_N)
-    # at::native::cpublas::brgemm of bfloat16: oneDNN's kernels with nothing around them
-    _multiply = _function(
-        "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
-        *(_I, _I, _I, _I, _I, _I, types.boolean, _N, _N, _N, types.boolean),
-        returns=types.void,
-    )
+    # at::native::cpublas::brgemm of bfloat16 and float32: oneDNN's kernels with nothing around them
+    _sizes = (_I, _I, _I, _I, _I, _I, types.boolean, _N, _N, _N, types.boolean)
+    _narrow = _function(f"{_BRGEMM}PKN3c108BFloat16ES5_Pfb", *_sizes, returns=types.void)
+    _wide = _function(f"{_BRGEMM}PKfS3_Pfb", *_sizes, returns=types.void)
 
 
 def names() -> Any:
@@ -138,14 +131,8 @@ def blocks_of(weight: torch.Tensor) -> torch.Tensor:
 
     in_features is even. Returns [out_features x in_features].
     """
-    parts = weight.split(_outputs(weight.shape[1]))
+    parts = weight.split(_OUTPUTS)
     return torch.cat([part.view(len(part), -1, 2).transpose(0, 1).reshape(-1) for part in parts])
-
-
-@_long
-def _outputs(inputs: int) -> int:
-    """How many outputs a block has."""
-    return 64 if 64 * 2 * inputs <= _FIT else 32
 
 
 @_long
@@ -164,52 +151,25 @@ def product(x: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
 @_long
 def _product(x: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
     (rows, inputs), outputs = x.shape, out.shape[1]
-    at, to = x.ctypes.data, out.ctypes.data
-    block = _outputs(inputs)
-    for first in range(0, outputs, block):
-        width = min(block, outputs - first)
-        for row in range(0, rows, _ROWS):
-            some, x_row, out_row = min(_ROWS, rows - row), at + row * inputs * 2, to + (row * outputs + first) * 4
-            block_at = blocks + np.uint64(first * inputs * 2)
-            _multiply(some, width, inputs, inputs, width, outputs, False, x_row, block_at, out_row, True)
+    at, to, weights = np.int64(x.ctypes.data), np.int64(out.ctypes.data), np.int64(blocks)
+    for first in range(0, outputs, _OUTPUTS):
+        width, block = min(_OUTPUTS, outputs - first), weights + first * inputs * 2
+        for row in range(0, rows, ROWS):
+            some, result = min(ROWS, rows - row), to + (row * outputs + first) * 4
+            multiply(at + row * inputs * 2, some, inputs, block, width, False, result, outputs, True)
 
 
 @_long
-def attention(
-    query: FloatArray, keys: FloatArray, values: FloatArray, bias: FloatArray, scale: float, out: FloatArray
+def multiply(
+    x: int, rows: int, inputs: int, block: int, outputs: int, add: bool, out: int, out_row: int, narrow: bool
 ) -> None:
-    """torch's attention. query, out: [kv_heads, rows, head_dim]; keys, values: [kv_heads, keys, head_dim], of equal strides.
+    """x [rows, inputs] times a block [inputs, outputs], written to `out`, whose rows are out_row numbers apart, or added.
 
-    bias: [rows, keys], empty for none.
+    By addresses. out is float32; narrow: x and block are bfloat16, pairs of inputs together in the block; else float32. At
+    most ROWS rows, or there are many kernels. Each number is one sum in the order of the inputs, so a row's bits don't
+    depend on the others.
     """
-    handles = np.zeros(6, np.uint64)
-    handles[0], handles[1], handles[2] = _handle3(query), _handle3(keys), _handle3(values)
-    if bias.size:
-        handles[3] = handle_of(bias)
-    _attention(handles, np.array([scale]), out)
-    for handle in handles:
-        if handle:
-            release(handle)
-
-
-@_long
-def _handle3(array: FloatArray) -> np.uint64:
-    sizes = np.array([1, array.shape[0], array.shape[1], array.shape[2]])
-    return _over_array(array, sizes, array.strides[1] // 4, array.strides[0] // 4)
-
-
-@_long
-def _attention(handles: Any, scales: Any, out: FloatArray) -> None:
-    """handles: of query, keys, values and bias (0: none); the fifth and sixth are written."""
-    at = handles.ctypes.data
-    bias = at + 3 * _WORD if handles[3] else 0
-    results = at + 4 * _WORD, at + 5 * _WORD
-    if _flash(handles[0], handles[1], handles[2], 0.0, 0, bias, scales.ctypes.data, results[0], results[1]):
-        raise RuntimeError("torch failed at an attention")
-    _copy_data(handles[4], np.empty(1, np.uint64), out)
-
-
-@_long
-def _copy_data(handle: np.uint64, address: Any, out: FloatArray) -> None:
-    _data(handle, address.ctypes.data)
-    _copy(out.ctypes.data, address[0], out.size * 4)
+    if narrow:
+        _narrow(rows, outputs, inputs, inputs, outputs, out_row, add, x, block, out, True)
+    else:
+        _wide(rows, outputs, inputs, inputs, outputs, out_row, add, x, block, out, False)

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from engine.attention import SequenceRows, chain_rows
-from engine.kv import Lease
+from engine.kv import KVPool, Lease
 from engine.runner import ModelRunner
 from engine.tree import TokenTree
+from engine.types import IntArray
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -34,6 +35,22 @@ def prefill(runner: ModelRunner, lease: Lease, tokens: Sequence[int], chunk: int
         for start in range(0, len(tokens), chunk)
     ]
     return torch.cat(parts)
+
+
+def kv_of(pool: KVPool, slots: IntArray) -> torch.Tensor:
+    """Keys and values of slots [layers, 2, kv_heads, slots, head_dim], however the pool keeps them."""
+    if not pool.paged:
+        return pool.data[:, :, :, slots]
+    layers, _, kv_heads, _, dim = pool.data.shape
+    pair = 1 if pool.data.dtype == torch.float32 else 2
+    size = pool.page_size
+    keys = pool.data[:, 0].reshape(layers, kv_heads, pool.pages, dim // pair, size, pair)
+    values = pool.data[:, 1].reshape(layers, kv_heads, pool.pages, size // pair, dim, pair)
+    plain = (
+        keys.permute(0, 1, 2, 4, 3, 5).reshape(layers, kv_heads, -1, dim),
+        values.permute(0, 1, 2, 3, 5, 4).reshape(layers, kv_heads, -1, dim),
+    )
+    return torch.stack(plain, 1)[:, :, :, slots]
 
 
 def grown(size: int, seed: int, vocab_size: int = 4096) -> TokenTree:

@@ -20,7 +20,7 @@ from engine.recorded import fused_decoder
 from engine.runner import ModelRunner, pick_dtype
 from tests import exact
 from tests.exact import Tokens
-from tests.rows import assert_close, grown, leased, prefill, tree_rows
+from tests.rows import assert_close, grown, kv_of, leased, prefill, tree_rows
 
 # checkpoints that are none
 
@@ -106,7 +106,7 @@ def test_decoding_and_prefilling_give_the_same_bits(target: ModelRunner, prompts
     tokens = prompts[0][:70]  # past the first bucket of keys
     with leased(target, 70, 70) as (first, second):
         assert torch.equal(prefill(target, first, tokens, chunk), prefill(target, second, tokens))
-        assert torch.equal(target.pool.data[:, :, :, first.slots[:70]], target.pool.data[:, :, :, second.slots[:70]])
+        assert torch.equal(kv_of(target.pool, first.slots[:70]), kv_of(target.pool, second.slots[:70]))
 
 
 @pytest.mark.parametrize("batch", range(2, 9))

@@ -28,7 +28,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemaining
 from rich.table import Table
 
 from benchmarks.bench import many_streams, one_stream
-from benchmarks.bench.checkpoints import PROMPTS, TARGET, Pair, make_pair
+from benchmarks.bench.checkpoints import PROMPTS, TARGET, Dtype, Pair, make_pair
 from benchmarks.bench.contenders import VLLM, VLLM_SPECULATIVE, Environments, Notes, Place, Setup, preloaded
 from benchmarks.bench.one_stream import PROBED, Best, Work
 from benchmarks.bench.plot import draw
@@ -190,6 +190,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="per prompt, at most")] = 128,
     temperatures: Annotated[str, typer.Option(help="0 is greedy")] = "0,1",
     accountings: Annotated[str, typer.Option(help="same-target-core, total-cores")] = "same-target-core,total-cores",
+    dtype: Annotated[Dtype, typer.Option(help="that everybody computes in")] = "float32",
     chains: Annotated[str, typer.Option(help="vLLM's draft tokens a step to choose from")] = "2,3,5",
     streams: Annotated[str, typer.Option(help="of closed loops; empty for none")] = "1,4,16,64",
     stream_size: Annotated[str, typer.Option(help="target of closed and open loops")] = "30M",
@@ -228,7 +229,15 @@ def main(
     kinds: list[Accounting] = [kind for kind in get_args(Accounting) if kind in accountings.split(",")]
     many = tuple(int(each) for each in streams.split(",") if each)
     degrees = tuple(float(each) for each in temperatures.split(","))
-    settings = {"sizes": sizes, "count": count, "warm": warm, "tokens": tokens, "eager": eager, "quick": quick}
+    settings = {
+        "sizes": sizes,
+        "count": count,
+        "warm": warm,
+        "tokens": tokens,
+        "dtype": dtype,
+        "eager": eager,
+        "quick": quick,
+    }
     notes.add(conditions(cores, settings))
     notes.add(f"vLLM has preloaded: {', '.join(path.name for path in preloaded(vllm)) or 'nothing'}")
     tokenizer = load_tokenizer(TARGET)
@@ -263,11 +272,11 @@ def main(
     with Progress(*COLUMNS, console=console) as progress:
         run = Run(env, cores, work, Budget(budget or None, parts), results, notes, logs, progress)
         for size in chosen:
-            pair = make_pair(size, models)
+            pair = make_pair(size, models, dtype)
             for kind in kinds:
                 run.one(pair, kind)
         if many:
-            run.many(make_pair(stream_size, models), kinds[0], load)
+            run.many(make_pair(stream_size, models, dtype), kinds[0], load)
     ray.shutdown()
     draw(results.rows, results.path.with_suffix(".png"))
     console.print(f"written: {results.path}, {results.path.with_suffix('.png')}, {notes.path}")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,6 +13,9 @@ from engine.expand import expand
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 
 
+Dtype = Literal["float32", "bfloat16"]
+
+
 @dataclass(frozen=True)
 class Pair:
     """The checkpoints."""
@@ -19,12 +23,13 @@ class Pair:
     target: Path
     draft: Path
     params: int  # of the target
+    dtype: Dtype = "float32"  # that everybody computes in
 
 
-def make_pair(size: str, folder: Path) -> Pair:
+def make_pair(size: str, folder: Path, dtype: Dtype = "float32") -> Pair:
     """The bundled pair, or one whose target was expanded to about so many parameters ("30M"), made once."""
     if size == "bundled":
-        return Pair(TARGET, DRAFT, parameters(TARGET))
+        return Pair(TARGET, DRAFT, parameters(TARGET), dtype)
     wanted, small = float(size.rstrip("M")) * 1e6, parameters(TARGET)
     config = AutoConfig.from_pretrained(TARGET, local_files_only=True)
     outside = config.vocab_size * config.hidden_size  # the embedding, which is the output's too
@@ -34,7 +39,7 @@ def make_pair(size: str, folder: Path) -> Pair:
         folder.mkdir(parents=True, exist_ok=True)
         expand(TARGET, layers, path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
-    return Pair(path.absolute(), DRAFT, parameters(path))
+    return Pair(path.absolute(), DRAFT, parameters(path), dtype)
 
 
 def parameters(path: Path) -> int:

@@ -183,16 +183,17 @@ class Peers:
         if name.startswith(TRANSFORMERS):
             draft = str(self._pair.draft) if name == ASSISTED else None
             options: dict[str, Any] = {"target": str(self._pair.target), "draft": draft, "cores": self._place.peers}
+            options["dtype"] = self._pair.dtype
             script, python = HERE / "transformers_worker.py", self._environments.transformers
             variables = environment(self._place)
         else:
             config = speculation(name, k, self._pair.draft)
             options = {"target": str(self._pair.target), "speculation": config, "context": servers.CONTEXT}
-            options |= {"streams": 1, "eager": self._environments.eager}
+            options |= {"dtype": self._pair.dtype, "streams": 1, "eager": self._environments.eager}
             options |= {"extension": MENDED, "cores": self._place.peers}
             script, python = HERE / "vllm_engine_worker.py", self._environments.vllm
             variables = vllm_environment(self._place, python) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        log = f"{name}-{k}-{self._pair.params}-{self._place.accounting}"
+        log = f"{name}-{k}-{self._pair.params}-{self._pair.dtype}-{self._place.accounting}"
         return Worker(log, [str(python), str(script), json.dumps(options)], variables, self._out)
 
     def __enter__(self) -> "Peers":
@@ -223,14 +224,14 @@ def own(setup: Setup, with_server: bool) -> Iterator[Own]:
         if with_server:
             try:
                 found = stack.enter_context(
-                    servers.paceline(pair.target, pair.draft, place.cores, len(place.peers), out, servers.KV_TOKENS)
+                    servers.paceline(pair, place.cores, len(place.peers), out, servers.KV_TOKENS)
                 )
                 served = {name: over_http(found[model]) for name, model in SERVED.items()}
             except SystemExit as error:
                 setup.notes.add(f"left out: paceline serve, {str(error)[-300:]}")
-        pipelined = Pipelined(pair.target, pair.draft, place.cores)
+        pipelined = Pipelined(pair, place.cores)
         stack.callback(pipelined.close)
-        turns = Turns(pair.target, pair.draft, where)
+        turns = Turns(pair, where)
         turns.wait_ready()
 
         def sequential(k: int | None, lookup: int) -> Run:
@@ -259,7 +260,7 @@ def vllm_servers(setup: Setup, keys: Sequence[Key], streams: int) -> Iterator[di
                 config, held = speculation(name, k, pair.draft), stack.enter_context(ExitStack())
                 more = ("--speculative-config", json.dumps(config)) if config else ()
                 arguments = ("--worker-extension-cls", MENDED, *more)
-                options = servers.VllmOptions(env.vllm, pair.target, arguments, streams, env.eager)
+                options = servers.VllmOptions(env.vllm, pair, arguments, streams, env.eager)
                 variables, served = vllm_environment(setup.place, env.vllm), f"{name}-{k}-served"
                 started = held.enter_context(servers.vllm(served, options, variables, setup.out))
                 starting.append(((name, k), held, started))

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from benchmarks.bench.checkpoints import Dtype
 from benchmarks.bench.streams import Row, Stream
 
-TIE = 1e-3  # a smaller distance between the two best logits is a tie, where other shapes of a pass may choose otherwise
+# A smaller distance between the two best logits is a tie, where other shapes of a pass may choose otherwise: logits in
+# bfloat16 are multiples of 1/8 from 16 on.
+TIES: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 def parting(stream: Stream, reference: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int | None:
@@ -30,6 +33,7 @@ def compare(
     references: Sequence[Sequence[int]],
     margins: Callable[[int, int], float],
     decode: Callable[[Sequence[int]], str],
+    dtype: Dtype = "float32",
 ) -> Row:
     """How many outputs are equal, how many part at a tie, and how many otherwise.
 
@@ -37,5 +41,5 @@ def compare(
     """
     places = [parting(stream, reference, decode) for stream, reference in zip(streams, references, strict=True)]
     parted = [margins(index, at) for index, at in enumerate(places) if at is not None]
-    ties = sum(margin < TIE for margin in parted)
+    ties = sum(margin < TIES[dtype] for margin in parted)
     return {"equal": len(places) - len(parted), "ties": ties, "differing": len(parted) - ties}

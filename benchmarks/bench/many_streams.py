@@ -50,7 +50,7 @@ def measure(
     pair, place = setup.pair, setup.place
     share()  # of starting everybody
     with (
-        servers.paceline(pair.target, pair.draft, place.cores, len(place.peers), setup.out) as ours,
+        servers.paceline(pair, place.cores, len(place.peers), setup.out) as ours,
         vllm_servers(setup, every, max(load.streams)) as theirs,
         Peers(setup) as others,
     ):
@@ -62,7 +62,8 @@ def measure(
             asks = work.make(work.prompts, temperature)
             loops = {name: over_http(server) for name, server in found.items()}
             loops |= {name: static_batch(worker.run, work) for (name, _), worker in batch.items()}
-            common = {"target_params": pair.params, "temperature": temperature, "accounting": place.accounting}
+            common: Row = {"target_params": pair.params, "temperature": temperature, "accounting": place.accounting}
+            common |= {"dtype": pair.dtype}
             served: dict[str, float] = {}
             for streams in load.streams:
                 title = f"{streams} streams, T = {temperature:g}"

@@ -10,6 +10,7 @@ from typing import Any
 from ray.exceptions import RayError
 from rich.progress import Progress
 
+from benchmarks.bench.checkpoints import Dtype
 from benchmarks.bench.contenders import (
     ASSISTED,
     TRANSFORMERS,
@@ -137,9 +138,11 @@ def measure(
             runs, settings = contenders(held, workers, work, chain)
             title = f"{setup.pair.params / 1e6:.0f}M, {setup.place.accounting}, T = {temperature:g}"
             samples = take_turns(setup.notes, runs, asks, work, deadline, progress, title)
-            compared = same_as(reference, samples, asks[work.warm :], work) if temperature == 0 else {}
+            compared = (
+                same_as(reference, samples, asks[work.warm :], work, setup.pair.dtype) if temperature == 0 else {}
+            )
             common: Row = {"target_params": setup.pair.params, "streams": 1, "temperature": temperature}
-            common |= {"accounting": setup.place.accounting, "loop": "prompts"}
+            common |= {"accounting": setup.place.accounting, "loop": "prompts", "dtype": setup.pair.dtype}
             yield [
                 {"contender": name, **common}
                 | one_stream(held_streams)
@@ -198,7 +201,7 @@ def take_turns(
 
 
 def same_as(
-    reference: Worker | None, samples: dict[str, list[Stream]], asks: Sequence[Ask], work: Work
+    reference: Worker | None, samples: dict[str, list[Stream]], asks: Sequence[Ask], work: Work, dtype: Dtype
 ) -> dict[str, Row]:
     """How many outputs of each contender are those of transformers; nothing without it."""
     if reference is None or TRANSFORMERS not in samples:
@@ -207,6 +210,6 @@ def same_as(
     pairs = zip(asks, outputs, strict=False)
     margins = [reference.ask({"prompt": list(ask.prompt), "output": output})["margins"] for ask, output in pairs]
     return {
-        name: compare(streams, outputs, lambda index, at: float(margins[index][at]), work.decode)
+        name: compare(streams, outputs, lambda index, at: float(margins[index][at]), work.decode, dtype)
         for name, streams in samples.items()
     }

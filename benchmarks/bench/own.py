@@ -3,11 +3,11 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
 
+from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.servers import KV_TOKENS
 from benchmarks.bench.streams import Ask, Stream
 from benchmarks.pipeline import GROWING, start_sequential
@@ -54,8 +54,8 @@ def request_of(ask: Ask, name: str) -> GenerationRequest:
 class Turns:
     """One process, target and draft taking turns. k = 0 is plain decoding, None the automatic choice."""
 
-    def __init__(self, target: Path, draft: Path, where: Placement) -> None:
-        self._actor = start_sequential(where, target, draft, "float32", invariant=False)
+    def __init__(self, pair: Pair, where: Placement) -> None:
+        self._actor = start_sequential(where, pair.target, pair.draft, pair.dtype, invariant=False)
         self._asked = 0
 
     def wait_ready(self) -> None:
@@ -75,11 +75,11 @@ class Turns:
 class Pipelined:
     """Target and draft as two actors, a core each; a context manager."""
 
-    def __init__(self, target: Path, draft: Path, cores: Sequence[int]) -> None:
+    def __init__(self, pair: Pair, cores: Sequence[int]) -> None:
         places = ([Placement(cores=(cores[0],))], [Placement(cores=(cores[-1],))])
         self._cluster = LocalCluster(
-            TargetConfig(target, "float32", kv_tokens=KV_TOKENS, flush_s=0.0, places=("separate",)),
-            DraftConfig(draft, "float32"),
+            TargetConfig(pair.target, pair.dtype, kv_tokens=KV_TOKENS, flush_s=0.0, places=("separate",)),
+            DraftConfig(pair.draft, pair.dtype),
             placements=places,
             target_actor=TimedTarget,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.http_client import Server
 from benchmarks.server import free_port, get, serving
 
@@ -19,16 +20,16 @@ KV_TOKENS = 4096  # of each of our targets, for one stream: at 150M, what is mea
 PLAIN, DRAFTED = "plain", "drafted"  # the two models of our server
 
 
-def our_config(
-    target: Path, draft: Path, cores: Sequence[int], threads: int, kv_tokens: int | None = None
-) -> dict[str, Any]:
+def our_config(pair: Pair, cores: Sequence[int], threads: int, kv_tokens: int | None = None) -> dict[str, Any]:
     """The target by itself, and with a draft beside it: two models of one server, of which one computes at a time.
 
     threads: of the target by itself. With a draft, both have one core each. kv_tokens: of each target, if not the default.
     """
-    both = {"checkpoint": str(target), "dtype": "float32"} | ({} if kv_tokens is None else {"kv_tokens": kv_tokens})
+    both: dict[str, Any] = {"checkpoint": str(pair.target), "dtype": pair.dtype}
+    both |= {} if kv_tokens is None else {"kv_tokens": kv_tokens}
     alone, paired = {**both, "lookup": 0}, {**both, "replicas": {"cores": [cores[0]]}}
-    drafting = {"checkpoint": str(draft), "dtype": "float32", "host": "127.0.0.1", "replicas": {"cores": [cores[-1]]}}
+    drafting: dict[str, Any] = {"checkpoint": str(pair.draft), "dtype": pair.dtype, "host": "127.0.0.1"}
+    drafting["replicas"] = {"cores": [cores[-1]]}
     place = {"cores": list(cores[:threads]), "threads": threads}
     return {
         "models": [
@@ -40,10 +41,10 @@ def our_config(
 
 @contextmanager
 def paceline(
-    target: Path, draft: Path, cores: Sequence[int], threads: int, out: Path, kv_tokens: int | None = None
+    pair: Pair, cores: Sequence[int], threads: int, out: Path, kv_tokens: int | None = None
 ) -> Iterator[dict[str, Server]]:
     """`paceline serve`; where both of its models are."""
-    with serving(our_config(target, draft, cores, threads, kv_tokens), out, start_s=_START_S) as url:
+    with serving(our_config(pair, cores, threads, kv_tokens), out, start_s=_START_S) as url:
         yield {name: Server(url, name) for name in (PLAIN, DRAFTED)}
 
 
@@ -52,7 +53,7 @@ class VllmOptions:
     """What `vllm serve` serves, and how. arguments: further ones."""
 
     python: Path
-    target: Path
+    pair: Pair
     arguments: Sequence[str]
     streams: int
     eager: bool
@@ -65,9 +66,9 @@ def vllm(
     """`vllm serve`, while it starts and then while it runs: see `wait_ready`."""
     port = free_port()
     command = [
-        *(str(options.python.with_name("vllm")), "serve", str(options.target)),
+        *(str(options.python.with_name("vllm")), "serve", str(options.pair.target)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", name),
-        *("--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(options.streams)),
+        *("--dtype", options.pair.dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(options.streams)),
         *("--generation-config", "vllm"),
         *(("--enforce-eager",) if options.eager else ()),
         *options.arguments,

@@ -1,6 +1,6 @@
 """transformers' `generate` in a process of its own: runs in .venv-transformers, without anything of ours in it.
 
-    python transformers_worker.py '{"target": FOLDER, "draft": FOLDER or null, "cores": [0]}'
+    python transformers_worker.py '{"target": FOLDER, "draft": FOLDER or null, "dtype": "float32", "cores": [0]}'
 
 Each line on standard input asks for something, each line on standard output answers: prompts to be decoded, as one batch
 (answer: token ids, and when they came), or the margins of an output (the distance between the two best logits at each
@@ -45,9 +45,9 @@ class BatchClock(Clock):
         self.prompted = True
 
 
-def load(path: str) -> Any:
-    """A model in float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+def load(path: str, dtype: str) -> Any:
+    """A model."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
 
 
 @torch.inference_mode()
@@ -91,8 +91,8 @@ def main() -> None:
     os.sched_setaffinity(0, options["cores"])
     torch.set_num_threads(len(options["cores"]))
     transformers.logging.set_verbosity_error()
-    target = load(options["target"])
-    draft = load(options["draft"]) if options["draft"] else None
+    target = load(options["target"], options["dtype"])
+    draft = load(options["draft"], options["dtype"]) if options["draft"] else None
     if (
         draft is not None
     ):  # the dynamic schedule: as many tokens as the draft is sure enough of, by a threshold that learns

@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: runs in .venv-vllm, of ours only with what mends it on CPUs.
 
-    python vllm_engine_worker.py '{"target": FOLDER, "speculation": null, "context": 1024, "streams": 1, "eager": false,
-        "extension": CLASS, "cores": [0]}'
+    python vllm_engine_worker.py '{"target": FOLDER, "speculation": null, "dtype": "float32", "context": 1024, "streams": 1,
+        "eager": false, "extension": CLASS, "cores": [0]}'
 
 Each line on standard input asks for prompts to be decoded at the same time, each line on standard output answers with token
 ids and when they came.
@@ -24,7 +24,7 @@ def main() -> None:
 
     engine = LLM(
         options["target"],
-        dtype="float32",
+        dtype=options["dtype"],
         max_model_len=options["context"],
         max_num_seqs=options["streams"],
         enforce_eager=options["eager"],

@@ -16,6 +16,7 @@ from cluster.target import TargetReplica
 from engine.attention import SequenceRows
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
+from engine.kv import PAGE
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, Grammar, InvalidRequest, SamplingParams
 from tests import exact
@@ -64,7 +65,8 @@ def poison(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, prompt: exact.T
             count = len(rows.tokens) - rows.wanted
             if id(rows.lease) in leases and rows.prefix >= position:
                 logits[row : row + count] = torch.nan
-                runner.pool.data[:, :, :, rows.slots] = torch.nan
+                for page in {slot // PAGE for slot in rows.slots.tolist()}:
+                    runner.pool.data[:, :, :, page * PAGE : (page + 1) * PAGE] = torch.nan
             row += count
         return logits
 
