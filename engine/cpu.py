@@ -20,6 +20,8 @@ from engine.kv import KVPool
 from engine.quantized import WORTH_ROUNDING
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
+# Weights of a bfloat16 model; below, one thread with BlockedLinear is faster than two with PackedLinear.
+_WORTH_THREADS = 200_000_000
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
 _FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
@@ -138,7 +140,7 @@ def has_fast_bf16(device: str) -> bool:
 
 def _can_block(weight: torch.Tensor) -> bool:
     kernels = torch_calls.available() and torch.cpu._is_avx512_bf16_supported()
-    return weight.dtype == torch.bfloat16 and kernels and torch.get_num_threads() == 1 and weight.shape[1] % 2 == 0
+    return weight.dtype == torch.bfloat16 and kernels and weight.shape[1] % 2 == 0
 
 
 def fits_half(weight: torch.Tensor) -> bool:
@@ -152,11 +154,11 @@ class _Joined:
     """One matrix for projections that read the same input, computed when the first is called."""
 
     def __init__(
-        self, linears: Sequence[Any], weights: Weights
+        self, linears: Sequence[Any], weights: Weights, threads: int
     ) -> None:  # torch.nn.Linear; its bias is never None for mypy
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self.linear = make_linear(weight, torch.cat(biases) if biases else None, weights)
+        self.linear = make_linear(weight, torch.cat(biases) if biases else None, weights, threads)
         self._sizes = [linear.out_features for linear in linears]
         self.x: torch.Tensor | None = None  # what the parts were computed of
         self.parts: list[torch.Tensor] = []
@@ -269,13 +271,18 @@ def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, half: i
     return out
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights = "auto") -> torch.nn.Module:
-    """The faster kind of linear layer for this weight [out_features, in_features] on this machine."""
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights = "auto", threads: int = 1
+) -> torch.nn.Module:
+    """The faster kind of linear layer for this weight [out_features, in_features] on this machine.
+
+    threads: as many as the model is worth.
+    """
     if weights == "int8" and weight.numel() >= WORTH_ROUNDING:
         return Int8Linear(weight, bias)
     if weight.dtype == torch.float32 and fits_half(weight):
         return HalfLinear(weight, bias)
-    if _can_block(weight):
+    if threads == 1 and _can_block(weight):
         return BlockedLinear(weight, bias)
     if weight.dtype == torch.float32:
         packs = weight.numel() >= _WORTH_PACKING
@@ -289,11 +296,13 @@ def speed_up(model: torch.nn.Module, fuse: bool, weights: Weights = "auto") -> N
 
     fuse: whether layers may be replaced as a whole; not where they differ, as with sliding windows in some.
     """
+    numbers = sum(module.weight.numel() for module in model.modules() if type(module) is torch.nn.Linear)
+    threads = torch.get_num_threads() if numbers >= _WORTH_THREADS else 1
     for module in list(model.modules()):
         for names in _PARALLEL:
-            _join(module, names, weights)
+            _join(module, names, weights, threads)
         for name, child in list(module.named_children()):
-            setattr(module, name, _faster(child, weights))
+            setattr(module, name, _faster(child, weights, threads))
 
     if not fuse:
         return
@@ -333,24 +342,24 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _faster(module: Any, weights: Weights) -> torch.nn.Module:
+def _faster(module: Any, weights: Weights, threads: int) -> torch.nn.Module:
     """What to put in a module's place; itself where nothing is known to be faster."""
     kind = type(module)
     if kind is torch.nn.Linear:
         bias: Any = module.bias
-        return make_linear(module.weight.detach(), None if bias is None else bias.detach(), weights)
+        return make_linear(module.weight.detach(), None if bias is None else bias.detach(), weights, threads)
     if kind.__name__ in _PLAIN_NORMS:
         return FusedNorm(module.weight.detach(), module.variance_epsilon)
     kept: torch.nn.Module = module
     return kept
 
 
-def _join(module: torch.nn.Module, names: Sequence[str], weights: Weights) -> None:
+def _join(module: torch.nn.Module, names: Sequence[str], weights: Weights, threads: int) -> None:
     """Joins the projections of these names, if the module has them all as ordinary linear layers of the same kind."""
     linears = [getattr(module, name, None) for name in names]
     plain = [linear for linear in linears if linear.__class__ is torch.nn.Linear]
     if len(plain) < len(names) or len({linear.bias is None for linear in plain}) > 1:
         return
-    joined = _Joined(plain, weights)
+    joined = _Joined(plain, weights, threads)
     for index, name in enumerate(names):
         setattr(module, name, JoinedPart(joined, index))

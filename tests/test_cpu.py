@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from engine import torch_calls
+from engine import cpu, torch_calls
 from engine.attention import chain_rows
 from engine.cpu import (
     BlockedLinear,
@@ -87,9 +87,14 @@ def test_a_layer_in_bfloat16_rounds_its_input_alone(shape: tuple[int, int], bias
 
 
 @needs_bf16
-def test_with_several_threads_layers_in_bfloat16_are_those_that_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("worth", "kind"), [(0, PackedLinear), (10**9, BlockedLinear)])
+def test_layers_of_large_models_in_bfloat16_use_several_threads(
+    worth: int, kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert isinstance(make_linear(weight(64, 32).bfloat16(), None), PackedLinear)
+    monkeypatch.setattr(cpu, "_WORTH_THREADS", worth)
+    runner = ModelRunner(exact.DRAFT, dtype="bfloat16", kv_tokens=64)
+    assert any(type(module) is kind for module in runner.model.modules())
 
 
 @needs_bf16
