@@ -19,7 +19,7 @@ from engine.compiled import compiled, exponential, widened
 from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
 from engine.kv import KVPool, numbers_of
 from engine.page_attention import attend, store
-from engine.torch_calls import handle_of, linear, product, release
+from engine.torch_calls import handle_of, leave, linear, product, release
 from engine.types import FloatArray, IntArray
 
 _long = partial(compiled, long=True)
@@ -96,8 +96,10 @@ def compiles(base: Any) -> bool:
     if not torch_calls.available() or not is_plain_decoder(base):
         return False
     layers: list[Any] = list(base.layers)
+    blocked, half = (all(isinstance(each, kind) for each in _linears(layers)) for kind in (BlockedLinear, HalfLinear))
     return (
-        any(all(isinstance(each, kind) for each in _linears(layers)) for kind in (HalfLinear, BlockedLinear))
+        (blocked or half)
+        and torch_calls.consistent(blocked)
         and len({(layer.heads, layer.dim, layer.scale, layer.down.weight.shape) for layer in layers}) == 1
         and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in _norms(base))
         and all(_alike(side, layers[0].dim) for side in _rotations(base, 2))
@@ -187,6 +189,8 @@ def _pass(
     _norm(x, weights.norms[-1], weights.least, normed)
     for handle in (of_normed, of_added, of_qkv, of_attended, of_gates, of_gated):
         release(handle)
+    if weights.blocked:
+        leave()
     return normed
 
 

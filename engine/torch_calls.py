@@ -60,6 +60,7 @@ if COMPILES:
     _sizes = (_I, _I, _I, _I, _I, _I, types.boolean, _N, _N, _N, types.boolean)
     _narrow = _function(f"{_BRGEMM}PKN3c108BFloat16ES5_Pfb", *_sizes, returns=types.void)
     _wide = _function(f"{_BRGEMM}PKfS3_Pfb", *_sizes, returns=types.void)
+    _leave = _function("_ZN2at6native7cpublas14brgemm_releaseEb", types.boolean, returns=types.void)
 
 
 def names() -> Any:
@@ -139,7 +140,8 @@ def blocks_of(weight: torch.Tensor) -> torch.Tensor:
 def product(x: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
     """A linear layer in bfloat16 with sums in float32 (engine.cpu.BlockedLinear), without its bias, on one thread.
 
-    x: [rows, in_features], rounded here; blocks: the address of its weight's; out: [rows, out_features].
+    x: [rows, in_features], rounded here; blocks: the address of its weight's; out: [rows, out_features]. `leave` follows a
+    thread's last product.
     """
     rounded: Any = np.empty(x.shape, np.uint16)
     for row in range(len(x)):
@@ -173,3 +175,21 @@ def multiply(
         _narrow(rows, outputs, inputs, inputs, outputs, out_row, add, x, block, out, True)
     else:
         _wide(rows, outputs, inputs, inputs, outputs, out_row, add, x, block, out, False)
+
+
+@_long
+def leave() -> None:
+    """Gives back what a thread's products in bfloat16 hold of the processor: tiles (AMX) that others set up anew."""
+    _leave(True)
+
+
+@cache
+def consistent(narrow: bool) -> bool:
+    """Whether a row of a product (`multiply`) has the same bits beside any number of others, as far as one product tells."""
+    kind = torch.bfloat16 if narrow else torch.float32
+    x, block = (torch.arange(rows * 64.0).sin().to(kind).view(rows, 64) for rows in (ROWS, 32))
+    found = [torch.zeros(ROWS, 32) for _ in range(ROWS)]
+    for rows, out in enumerate(found, 1):
+        multiply(x.data_ptr(), rows, 64, block.data_ptr(), 32, False, out.data_ptr(), 32, narrow)
+    leave()
+    return all(torch.equal(out[:rows], found[-1][:rows]) for rows, out in enumerate(found, 1))
