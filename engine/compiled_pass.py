@@ -18,7 +18,7 @@ from engine.attention import Layout, Longs
 from engine.compiled import compiled, exponential, widened
 from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
 from engine.kv import KVPool, numbers_of
-from engine.page_attention import attend, store
+from engine.page_attention import attend, consistent, store
 from engine.torch_calls import handle_of, leave, linear, product, release
 from engine.types import FloatArray, IntArray
 
@@ -47,12 +47,13 @@ class CompiledDecoder:
     """A decoder whose layers are all FusedLayer.
 
     float32 has weights in float16. In bfloat16, weights, KV and what linear layers read are; all else is float32, so less is
-    rounded than by transformers. A row's bits depend on its own path, and on the others only by their number and by who
-    attends with whom. Any number of rows from `least_rows` on takes the time of so many: nothing has to be filled up.
+    rounded than by transformers. A row's bits depend on its own path alone. Any number of rows from `least_rows` on takes
+    the time of so many: nothing has to be filled up.
     """
 
     def __init__(self, model: Any, pool: KVPool) -> None:
         """model: one whose base `compiles`; pool: a paged one."""
+        assert pool.paged
         base = model.base_model
         layers: list[FusedLayer] = list(base.layers)
         linears, norms = _linears(layers), _norms(base)
@@ -99,10 +100,10 @@ def compiles(base: Any) -> bool:
     blocked, half = (all(isinstance(each, kind) for each in _linears(layers)) for kind in (BlockedLinear, HalfLinear))
     return (
         (blocked or half)
-        and torch_calls.consistent(blocked)
         and len({(layer.heads, layer.dim, layer.scale, layer.down.weight.shape) for layer in layers}) == 1
         and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in _norms(base))
         and all(_alike(side, layers[0].dim) for side in _rotations(base, 2))
+        and consistent(blocked, layers[0].dim, layers[0].heads // layers[0].kv_heads)
     )
 
 

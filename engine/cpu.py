@@ -1,7 +1,7 @@
 """A transformers model made faster on CPUs by replacing modules, not by rewriting models.
 
 Weights are packed once for oneDNN, projections of the same input become one matrix, and norms a few operations. Which
-modules are replaced depends on their shapes and classes alone: equal software gives equal bits.
+modules are replaced depends on their shapes and classes and the number of threads alone: equal software gives equal bits.
 """
 
 import warnings
@@ -20,8 +20,8 @@ from engine.kv import KVPool
 from engine.quantized import WORTH_ROUNDING
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
-# Weights of a bfloat16 model; below, one thread with BlockedLinear is faster than two with PackedLinear.
-_WORTH_THREADS = 200_000_000
+# Weights of a bfloat16 model, times threads; below, one thread with BlockedLinear is faster than those with PackedLinear.
+_WORTH_THREADS = 400_000_000
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
 _FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
@@ -74,8 +74,7 @@ class BlockedLinear(torch.nn.Module):
     """A linear layer in bfloat16 with sums in float32, by oneDNN's kernels alone: on one thread.
 
     A quarter to a half of PackedLinear's time with few rows, and near a core's peak from four on. Each output is one sum in
-    the order of the inputs: a row's bits don't depend on the other rows (known of AVX-512; an invariant runner doesn't
-    rely on it).
+    the order of the inputs: a row's bits don't depend on the other rows (known of AVX-512).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -140,8 +139,7 @@ def has_fast_bf16(device: str) -> bool:
 
 
 def _can_block(weight: torch.Tensor) -> bool:
-    kernels = torch_calls.available() and torch.cpu._is_avx512_bf16_supported()
-    return weight.dtype == torch.bfloat16 and kernels and weight.shape[1] % 2 == 0
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and torch_calls.narrow_available()
 
 
 def fits_half(weight: torch.Tensor) -> bool:
@@ -228,7 +226,7 @@ class FusedLayer(torch.nn.Module):
         self.gate_up, self.down = mlp.gate_proj.joined.linear, mlp.down_proj
         self._index, self.scale, self.dim = attention.layer_idx, attention.scaling, attention.head_dim
         self._current = attention.paceline
-        self.heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
@@ -246,7 +244,7 @@ class FusedLayer(torch.nn.Module):
 
     def ask(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
         """What comes before the attention: writes the rows' KV, returns their queries [heads, rows, head_dim]."""
-        heads, kv_heads = self.heads, self._kv_heads
+        heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(self.before_attention(x)).view(-1, heads + 2 * kv_heads, self.dim)
         turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self.dim // 2)
         part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
@@ -298,7 +296,7 @@ def speed_up(model: torch.nn.Module, fuse: bool, weights: Weights = "auto") -> N
     fuse: whether layers may be replaced as a whole; not where they differ, as with sliding windows in some.
     """
     numbers = sum(module.weight.numel() for module in model.modules() if type(module) is torch.nn.Linear)
-    threads = torch.get_num_threads() if numbers >= _WORTH_THREADS else 1
+    threads = torch.get_num_threads() if numbers * torch.get_num_threads() >= _WORTH_THREADS else 1
     for module in list(model.modules()):
         for names in _PARALLEL:
             _join(module, names, weights, threads)

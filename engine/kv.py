@@ -63,8 +63,9 @@ class KVPool:
     """Keys and values of all sequences of one model replica.
 
     `data`: [layers, 2 (key, value), kv_heads, slots, head_dim]; freed and padding slots hold finite values, since a NaN
-    behind a mask leaks. paged: of a head's pages, [pages, page_size x head_dim], keys are kept feature by feature and values
-    slot by slot, in bfloat16 pairs of features and of slots together (engine.page_attention).
+    behind a mask leaks. paged: these axes only say how much there is; of a head's pages, [pages, page_size x head_dim], keys
+    are kept feature by feature and values slot by slot, in bfloat16 pairs of features and of slots together
+    (engine.page_attention).
     """
 
     def __init__(
@@ -203,7 +204,8 @@ class KVPool:
         unheld = int((age < _HELD).sum())
         if unheld < count:
             raise PoolExhausted(f"{count} pages asked for, {unheld} of {self.pages - 1} are free")
-        pages = _run(age, count, after[-1] + 1 if after else 0)
+        start = after[-1] + 1 if after else 0
+        pages = _oldest(age, count) if self.paged else _run(age, count, start)
         for page in pages:
             if self._cache.used[page] != UNKNOWN:
                 dropped = self._cache.drop(page)
@@ -291,5 +293,10 @@ def _run(age: npt.NDArray[np.int64], count: int, start: int) -> list[int]:
     first = int(youngest.argmin())
     if youngest[first] < _HELD:
         return list(range(first, first + count))
+    return _oldest(age, count)
+
+
+def _oldest(age: npt.NDArray[np.int64], count: int) -> list[int]:
+    """The oldest pages, wherever they are."""
     oldest: list[int] = np.argsort(age, kind="stable")[:count].tolist()
     return oldest

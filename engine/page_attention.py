@@ -2,23 +2,46 @@
 
 A paged pool (KVPool) keeps a page's keys feature by feature and its values slot by slot, so that pages are read where they
 are, by all rows of a sequence at once. Position p of a path is always at place p % PAGE of a block: full pages come first;
-where a path goes on in slots of other places, blocks are copied. So a row's bits depend on its own path alone.
+where a path goes on in slots of other places, blocks are copied. So a row's bits depend on its own path alone,
+as long as all numbers there are finite: what a row doesn't see has the weight 0.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from engine.compiled import compiled, exponential, put
 from engine.kv import PAGE
-from engine.torch_calls import ROWS, multiply
+from engine.torch_calls import ROWS, leave, multiply
 from engine.types import BoolArray, FloatArray, IntArray
 
 _long = partial(compiled, long=True)
 _HEADER = 4
 _NOTHING = np.zeros(0, np.int32)
+
+
+@cache
+def consistent(narrow: bool, dim: int, fold: int) -> bool:
+    """Whether a row of these products has the same bits beside any number of others, as far as a few tell.
+
+    narrow: in bfloat16; dim: of heads; fold: query heads that share a KV head.
+    """
+    kind, most = torch.bfloat16 if narrow else torch.float32, max(ROWS, fold)
+    if narrow and dim % 2:
+        return False
+    same = True
+    for inputs, outputs, add in ((dim, PAGE, False), (PAGE, dim, False), (PAGE, dim, True)):
+        x, block = (torch.arange(1.0 * rows * inputs).sin().to(kind) for rows in (most, outputs))
+        found = [torch.ones(most, outputs) for _ in range(most)]
+        for rows, out in enumerate(found, 1):
+            addresses = x.data_ptr(), rows, inputs, block.data_ptr(), outputs, add, out.data_ptr()
+            multiply(*addresses, outputs, narrow)
+        same = same and all(torch.equal(out[:rows], found[-1][:rows]) for rows, out in enumerate(found, 1))
+    leave()
+    return same
 
 
 def plan(sequences: Sequence[tuple[IntArray, int, IntArray, BoolArray, int]]) -> IntArray:

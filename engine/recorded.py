@@ -66,7 +66,8 @@ class FusedDecoder:
     """
 
     def __init__(self, base: Any, pool: KVPool, heads: Heads, length: int) -> None:
-        """base: a model whose layers are all FusedLayer; length: the most positions there can be."""
+        """base: a model whose layers are all FusedLayer; pool: not a paged one; length: the most positions there can be."""
+        assert not pool.paged
         self._embed, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
         cosines, sines = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length)[None])
         self._cosines, self._sines = cosines[0], sines[0]

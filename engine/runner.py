@@ -50,7 +50,7 @@ class ModelRunner:
     """A causal language model on one device, with a KV pool for many sequences.
 
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
-    `invariant_rows` rows, and each row attends by itself to its keys in position order. compile: by torch.compile, all but
+    `invariant_rows` rows, and each row's keys are read in position order. compile: by torch.compile, all but
     the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
     weights: "int8" and "int4" round those of large layers to so many bits, which changes the output a little: for drafts.
     Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.

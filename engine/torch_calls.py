@@ -5,6 +5,7 @@ Where an operation fails, as for want of memory, handles of the pass are lost.
 """
 
 import ctypes
+import os
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -61,6 +62,14 @@ if COMPILES:
     _narrow = _function(f"{_BRGEMM}PKN3c108BFloat16ES5_Pfb", *_sizes, returns=types.void)
     _wide = _function(f"{_BRGEMM}PKfS3_Pfb", *_sizes, returns=types.void)
     _leave = _function("_ZN2at6native7cpublas14brgemm_releaseEb", types.boolean, returns=types.void)
+
+
+@cache
+def narrow_available() -> bool:
+    """Whether there are kernels for products in bfloat16. Asked for others, oneDNN ends the process."""
+    limited = any(f"{name}_MAX_CPU_ISA" in os.environ for name in ("ONEDNN", "DNNL"))
+    able = torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(available() and able and torch._C._get_mkldnn_enabled() and not limited)
 
 
 def names() -> Any:
@@ -167,8 +176,8 @@ def multiply(
 ) -> None:
     """x [rows, inputs] times a block [inputs, outputs], written to `out`, whose rows are out_row numbers apart, or added.
 
-    By addresses. out is float32; narrow: x and block are bfloat16, pairs of inputs together in the block; else float32. At
-    most ROWS rows, or there are many kernels. Each number is one sum in the order of the inputs, so a row's bits don't
+    By addresses. out is float32; narrow: x and block are bfloat16, pairs of inputs together in the block; else float32. More
+    than ROWS rows make more kernels. Each number is one sum in the order of the inputs, so a row's bits don't
     depend on the others.
     """
     if narrow:
@@ -181,15 +190,3 @@ def multiply(
 def leave() -> None:
     """Gives back what a thread's products in bfloat16 hold of the processor: tiles (AMX) that others set up anew."""
     _leave(True)
-
-
-@cache
-def consistent(narrow: bool) -> bool:
-    """Whether a row of a product (`multiply`) has the same bits beside any number of others, as far as one product tells."""
-    kind = torch.bfloat16 if narrow else torch.float32
-    x, block = (torch.arange(rows * 64.0).sin().to(kind).view(rows, 64) for rows in (ROWS, 32))
-    found = [torch.zeros(ROWS, 32) for _ in range(ROWS)]
-    for rows, out in enumerate(found, 1):
-        multiply(x.data_ptr(), rows, 64, block.data_ptr(), 32, False, out.data_ptr(), 32, narrow)
-    leave()
-    return all(torch.equal(out[:rows], found[-1][:rows]) for rows, out in enumerate(found, 1))

@@ -83,7 +83,7 @@ def test_logits_are_those_of_transformers(checkpoint: Path) -> None:
             assert_close(prefill(runner, lease, list(range(100)), chunk), expected)
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="bfloat16 is emulated")
+@pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
 def test_in_bfloat16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers(checkpoint: Path) -> None:
     runner = ModelRunner(checkpoint, dtype="bfloat16", kv_tokens=512)
     assert isinstance(runner._decoder, CompiledDecoder)

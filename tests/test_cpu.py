@@ -1,6 +1,10 @@
 """Linear layers on CPUs: which kind a weight gets, and that it computes what the layer did."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -25,7 +29,7 @@ from tests import exact
 HALF = "fbgemm" in torch.backends.quantized.supported_engines
 needs_fbgemm = pytest.mark.skipif(not HALF, reason="needs FBGEMM")
 needs_bf16 = pytest.mark.skipif(
-    not (torch_calls.available() and torch.cpu._is_avx512_bf16_supported()),
+    not torch_calls.narrow_available(),
     reason="needs a processor that computes in bfloat16",
 )
 
@@ -95,6 +99,18 @@ def test_layers_of_large_models_in_bfloat16_use_several_threads(
     monkeypatch.setattr(cpu, "_WORTH_THREADS", worth)
     runner = ModelRunner(exact.DRAFT, dtype="bfloat16", kv_tokens=64)
     assert any(type(module) is kind for module in runner.model.modules())
+
+
+@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE"])
+def test_where_onednn_has_no_kernels_for_bfloat16_others_compute(limit: str) -> None:
+    """Asked for them, it would end the process."""
+    code = (
+        "from engine.attention import chain_rows; from engine.runner import ModelRunner; from tests import exact;"
+        "runner = ModelRunner(exact.DRAFT, dtype='bfloat16', kv_tokens=64); lease = runner.pool.lease(3);"
+        "print(runner.forward([chain_rows(lease, 0, [5, 6, 7])]).shape)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "ONEDNN_MAX_CPU_ISA": limit}, stdout=PIPE)
+    assert (run.returncode, run.stdout) == (0, b"torch.Size([1, 4096])\n")
 
 
 @needs_bf16

@@ -43,6 +43,13 @@ def test_the_tokens_are_those_of_plain_decoding(
         assert sum(generation.accepted for generation in generations) > 10
 
 
+def test_heads_of_a_target_in_bfloat16_guess_too(prompts: list[Tokens]) -> None:
+    target = ModelRunner(exact.TARGET, dtype="bfloat16", kv_tokens=2048)
+    speculation = Speculation(HeadsDrafter(target, load_heads(HEADS, target)), FixedTree(12), 1)
+    generations = run(target, make_requests(prompts[:2], 0.0, 16), speculation, 1)
+    assert sum(generation.accepted for generation in generations) > 0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_head_guesses_at_its_own_position(
     target: ModelRunner, drafter: HeadsDrafter, prompts: list[Tokens], temperature: float

@@ -16,6 +16,7 @@ from engine import checkpoint, runner, torch_calls
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
 from engine.cpu import PackedLinear
+from engine.kv import KVPool
 from engine.recorded import fused_decoder
 from engine.runner import ModelRunner, pick_dtype
 from tests import exact
@@ -178,9 +179,11 @@ def test_recorded_passes_have_the_bits_of_the_model_they_were_recorded_from(
     name: str, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     runner: ModelRunner = request.getfixturevalue(name)
-    decoder = fused_decoder(runner.model, runner.pool, runner._heads)
+    pool = KVPool(runner.layers, runner._heads.kv, runner._heads.dim, 256, runner.dtype)
+    decoder = fused_decoder(runner.model, pool, runner._heads)
     assert decoder is not None
     monkeypatch.setattr(runner, "_decoder", decoder)
+    monkeypatch.setattr(runner, "pool", pool)
     recorded = decoder._whole
     calls: list[tuple[int, bool]] = []
 

@@ -130,7 +130,7 @@ class HeadsDrafter:
     def _guess(self, sessions: Sequence[_Session]) -> tuple[IntArray, FloatArray]:
         """Every head's best tokens for each session, and their confidences: both [sessions, heads, children]."""
         states = torch.stack([held.state for held in sessions if held.state is not None])
-        hidden = self._heads(states).transpose(0, 1)  # [sessions, heads, hidden_size]
+        hidden = self._heads(states.to(self._target.dtype)).transpose(0, 1)  # [sessions, heads, hidden_size]
         heads = hidden.shape[1]
         places = [(held.params.seed, held.length + head) for held in sessions for head in range(heads)]
         params = [held.params for held in sessions for _ in range(heads)]
