@@ -99,19 +99,14 @@ def release_all(handles: Sequence[int]) -> None:
 def handle_of(array: FloatArray) -> np.uint64:
     """A handle of a matrix, to be used while there is the array, and released then or later."""
     rows, columns = array.shape
-    return _over_array(array, np.array([1, 1, rows, columns]), columns, rows * columns)
-
-
-@_long
-def _over_array(array: FloatArray, sizes: Any, row: int, matrix: int) -> np.uint64:
-    """sizes: int64 [4], of which the first is 1; row, matrix: strides of the third and second."""
-    return _over_memory(array, sizes, np.array([matrix, matrix, row, 1]), np.empty(1, np.uint64))
+    sizes, strides = np.array([rows, columns]), np.array([columns, 1])
+    return _over_memory(array, sizes, strides, np.empty(1, np.uint64))
 
 
 @_long
 def _over_memory(array: FloatArray, sizes: Any, strides: Any, found: Any) -> np.uint64:
     data, to = array.ctypes.data, found.ctypes.data
-    if _over(data, 4, sizes.ctypes.data, strides.ctypes.data, 0, _FLOAT32, _CPU, _ANY, to):
+    if _over(data, 2, sizes.ctypes.data, strides.ctypes.data, 0, _FLOAT32, _CPU, _ANY, to):
         raise RuntimeError("torch takes no array")
     handle: np.uint64 = found[0]
     return handle
