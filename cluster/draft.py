@@ -104,7 +104,7 @@ class DraftReplica:
         self._links[self._next_stream] = link
         self._cadences[self._next_stream] = Cadence()
         self._next_stream += 1
-        link.set_notify(self._loop.wake)
+        self._loop.hear(link)
 
     def _listen(self) -> bool:
         """Takes in messages and ends of links; whether there were any."""
@@ -119,6 +119,7 @@ class DraftReplica:
                 self._cadences[stream].heard(commands, arrived, now)
             if not alive:
                 heard = True
+                self._loop.forget(link)
                 del self._links[stream], self._cadences[stream]
                 self._apply(self._state.stream_closed(stream))
         if now > self._next_expiry:

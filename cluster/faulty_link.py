@@ -64,6 +64,9 @@ class FaultyLink(Generic[Out, In]):
         self._notify = notify
         self._inner.set_notify(notify)
 
+    def attend(self) -> int | None:
+        return self._inner.attend()
+
     def _held(self) -> bool:
         """Whether more calls of `receive` would bring something forth."""
         return bool(self._sent.held or self._received.held)

@@ -21,7 +21,7 @@ class ClientLink(PipeLink[Down, Up]):
     """The target's end of a stream."""
 
     def __init__(self, outgoing: Pipe, incoming: Pipe, connection: Connection) -> None:
-        super().__init__(encode_down, decode_up, outgoing, incoming, connection.close)
+        super().__init__(encode_down, decode_up, outgoing, incoming, connection.close, connection)
         self._connection = connection
 
     def round_trip_s(self, timeout_s: float) -> float | None:

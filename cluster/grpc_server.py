@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar, cast
 
 import grpc
@@ -213,7 +214,8 @@ class _Served:
         self._server.admit()
         outgoing, incoming = self.connection.outgoing(stream), Pipe()
         self._pipes[stream] = outgoing, incoming
-        self._server.on_connect(PipeLink(encode_up, decode_down, outgoing, incoming, lambda: self._hang_up(stream)))
+        hang_up = partial(self._hang_up, stream)
+        self._server.on_connect(PipeLink(encode_up, decode_down, outgoing, incoming, hang_up, self.connection))
         self.connection.respond(stream, [ACCEPTED])
 
     def _hang_up(self, stream: int) -> None:

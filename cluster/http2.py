@@ -1,8 +1,9 @@
 """HTTP/2 connections that carry the messages of gRPC's streams, both ends, by the h2 library.
 
-One thread reads a connection; whoever sends writes to the socket itself. grpcio hands every message from thread to thread,
-on the cores and under the lock that steps need, which took a fifth of a step of 2 ms (benchmarks/README.md). How messages
-are framed: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
+Whoever sends writes to the socket itself, and whoever wants messages often reads it; a thread does so where nobody does.
+grpcio hands every message from thread to thread, on the cores and under the lock that steps need, which took a fifth of a
+step of 2 ms; a thread of ours that reads took another twelfth (benchmarks/README.md). How messages are framed:
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 """
 
 import os
@@ -47,11 +48,12 @@ _WINDOW = 1024 * 1024  # bytes that may come before they are acknowledged, of a 
 _ACKNOWLEDGED = _WINDOW // (2 * _STREAMS)  # bytes of a stream that are acknowledged together
 _MOST_UNSENT = 1024 * 1024  # bytes for somebody who doesn't read; messages wait in their pipes
 _READ_BYTES = 32 * 1024  # asked for at once: memory for much more would be mapped anew each time
+_ATTENDED_S = 0.1  # so long after somebody read, or up to twice as long, the thread leaves reading to him
 _KEEPALIVE = bytes(8)  # what a ping says that only keeps the connection alive
 
 
 class Handler(Protocol):
-    """What a connection tells its owner, on the thread that reads it. Nothing of it may block."""
+    """What a connection tells its owner, on the thread that reads it just then. Nothing of it may block."""
 
     def opened(self, stream: int, headers: Headers) -> None:
         """A request came, or the first headers of a response; of a refusal they are the last ones too."""
@@ -97,6 +99,11 @@ class Connection:
         self._unsent = bytearray()
         self._pings: dict[bytes, threading.Event] = {}
         self._closing = False
+        self._gone = False
+        self._reading = threading.Lock()  # held while bytes are read and told of; of the locks, it is taken first
+        self._reader = 0  # the thread that holds it
+        self._attended = False  # somebody called `read` since the thread looked
+        self._heard = 0.0  # when something came last, by the monotonic clock
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="paceline-link-reader", daemon=True)
         self._h2.initiate_connection()
@@ -175,18 +182,37 @@ class Connection:
             self._pings.pop(said, None)
             return time.monotonic() - started if in_time and not self._closing else None
 
+    def fileno(self) -> int:
+        """The file that is readable when `read` brings something; -1 once the connection is gone."""
+        return self._socket.fileno()
+
+    def read(self) -> None:
+        """Takes in what came, on this thread, for those who would else wait for another to do so. It waits for nothing."""
+        self._attended = True
+        if not self._closing:
+            try:
+                self._take(blocking=False)
+            except (OSError, ProtocolError):
+                with self._lock:
+                    self._no_more()
+
     def close(self) -> None:
-        """Ends the connection, and waits for its thread, but on that thread itself."""
+        """Ends the connection, and waits for its thread, but where a handler calls."""
         with self._lock:
             if not self._closing:
                 self._h2.close_connection()
                 self._flush()
-                self._closing = True
-                os.eventfd_write(self._wakes, 1)
-        if threading.current_thread() is not self._thread:
+            self._no_more()
+        if threading.get_ident() not in (self._thread.ident, self._reader):
             self._thread.join()
 
     # sending; the lock is held
+
+    def _no_more(self) -> None:
+        """The thread gives up, and nothing is sent any more."""
+        self._closing = True
+        if not self._gone:
+            os.eventfd_write(self._wakes, 1)
 
     def _begin(self, stream: int, speaks: bool, most_bytes: int) -> None:
         self._streams[stream] = held = _Stream(speaks, most_bytes)
@@ -250,40 +276,42 @@ class Connection:
             self._h2.send_headers(stream, list(headers.items()), end_stream=True)
             self._h2.reset_stream(stream, ErrorCodes.NO_ERROR)
 
-    # the thread that reads
+    # the thread
 
     def _run(self) -> None:
         try:
             if self._options.cores:
                 with suppress(OSError):  # where there are no such cores, any will do
                     os.sched_setaffinity(0, self._options.cores)
-            self._read()
+            self._watch()
         except (OSError, ProtocolError):
             pass  # it broke, or the other end speaks another protocol
         finally:
             self._give_up()
 
-    def _read(self) -> None:
+    def _watch(self) -> None:
         """Reads until the connection is closed, or nothing comes although it was asked for."""
         poll = select.poll()
         poll.register(self._wakes, select.POLLIN)
         poll.register(self._socket, select.POLLIN)
-        heard, pinged = time.monotonic(), False
+        self._heard = asked = time.monotonic()
         while not self._closing:
-            limit_s = self._options.keepalive_timeout_s if pinged else self._options.keepalive_time_s
-            left_s = heard + limit_s - time.monotonic()
-            # Asked once more where the time is over: this thread may have waited for its turn.
-            ready = dict(poll.poll(1000 * left_s) if left_s > 0 else poll.poll(0))
+            attended, self._attended = self._attended, False
+            wanted = select.POLLOUT if self._unsent else 0
+            poll.modify(self._socket, wanted if attended else wanted | select.POLLIN)
+            waits = asked > self._heard
+            since, limit_s = max(asked, self._heard), self._options.keepalive_time_s
+            left_s = since + (self._options.keepalive_timeout_s if waits else limit_s) - time.monotonic()
+            ready = dict(poll.poll(1000 * max(0.0, min(left_s, _ATTENDED_S) if attended else left_s)))
             if ready.pop(self._wakes, 0):
                 os.eventfd_read(self._wakes)
-            if ready and self._take():
-                heard, pinged = time.monotonic(), False
-            elif left_s <= 0:
-                if pinged:
+            if ready or left_s <= 0:  # the time may be over because this thread waited for its turn
+                self._take()
+            if left_s <= 0 and self._heard <= since:
+                if waits:
                     return  # the other end is gone without a word
-                heard, pinged = time.monotonic(), True
+                asked = time.monotonic()
                 self._ping()
-            poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
     def _ping(self) -> None:
         with self._lock:
@@ -291,22 +319,33 @@ class Connection:
                 self._h2.ping(_KEEPALIVE)
                 self._write()
 
-    def _take(self) -> bool:
-        """Reads and writes what can be; whether anything came. Raises OSError when the connection is gone."""
+    # reading
+
+    def _take(self, blocking: bool = True) -> None:
+        """Reads and writes what can be, unless another thread does so. Raises OSError when the connection is gone."""
+        if not self._reading.acquire(blocking):
+            return
+        self._reader = threading.get_ident()
         try:
-            data = self._socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            data = None
-        if data == b"":
-            raise ConnectionResetError
-        with self._lock:
-            events = self._received(data) if data else []
-            self._write()
-            if len(self._unsent) > _MOST_UNSENT:
-                raise ConnectionAbortedError
-        for event in events:
-            self._tell(event)
-        return data is not None
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                if self._unsent:
+                    self._pump()
+                return
+            if not data:
+                raise ConnectionResetError
+            self._heard = time.monotonic()
+            with self._lock:
+                events = self._received(data)
+                self._write()
+                if len(self._unsent) > _MOST_UNSENT:
+                    raise ConnectionAbortedError
+            for event in events:
+                self._tell(event)
+        finally:
+            self._reader = 0
+            self._reading.release()
 
     def _received(self, data: bytes) -> list[Event]:
         """What the bytes say; nothing is sent any more where they say so."""
@@ -314,7 +353,7 @@ class Connection:
             events = self._h2.receive_data(data)
         except ProtocolError:
             self._flush()  # why
-            self._closing = True
+            self._no_more()
             raise
         for event in events:
             match event:
@@ -326,7 +365,7 @@ class Connection:
                     if held := self._streams.get(event.stream_id):
                         held.speaks = False
                 case ConnectionTerminated():
-                    self._closing = True
+                    self._no_more()
         return events
 
     def _acknowledge(self, stream: int, count: int) -> None:
@@ -390,8 +429,8 @@ class Connection:
         self._handler.ended(stream, _status(status))
 
     def _give_up(self) -> None:
-        with self._lock:
-            self._closing = True
+        with self._reading, self._lock:
+            self._closing = self._gone = True
             self._socket.close()
             os.close(self._wakes)
             self._streams.clear()

@@ -63,6 +63,12 @@ class Link(Protocol[_OutP, In]):
         leave the link alone: setting an event is what it is for.
         """
 
+    def attend(self) -> int | None:
+        """From now on `receive`, called often, reads what came itself: no other thread need be woken for it.
+
+        The file returned is readable when something came that `receive` would read; None where others read always.
+        """
+
     @property
     def ready_to_send(self) -> bool:
         """False while something sent earlier has not been taken by the transport, and when the link is dead."""
@@ -175,6 +181,16 @@ def _call(notify: Callable[[], object] | None) -> None:
         notify()
 
 
+class Readable(Protocol):
+    """What puts into a link's pipe what comes; also on the thread of the link's owner, who then needs no other."""
+
+    def fileno(self) -> int:
+        """The file that is readable when `read` brings something."""
+
+    def read(self) -> None:
+        """Puts what came into the pipe. Waits for nothing."""
+
+
 class PipeLink(Generic[Out, In]):
     """A link over two pipes, whoever moves bytes at their other ends. Bytes are decoded on the owner's thread."""
 
@@ -185,11 +201,14 @@ class PipeLink(Generic[Out, In]):
         outgoing: Pipe,
         incoming: Pipe,
         hang_up: Callable[[], object] | None = None,
+        source: Readable | None = None,
     ) -> None:
-        """hang_up: ends the connection; called after the pipes were closed."""
+        """hang_up: ends the connection; called after the pipes were closed. source: what the owner may read."""
         self._encode, self._decode = encode, decode
         self._outgoing, self._incoming = outgoing, incoming
         self._hang_up = hang_up
+        self._source = source
+        self._attends = False
         self._sent = self._received = self._garbled = 0
 
     def send(self, messages: Sequence[Out]) -> None:
@@ -205,6 +224,8 @@ class PipeLink(Generic[Out, In]):
 
     def receive_timed(self) -> list[tuple[float, In]]:
         messages: list[tuple[float, In]] = []
+        if self._attends and self._source is not None:
+            self._source.read()
         if not self._incoming.readable():
             return messages
         for put, frame in self._incoming.take_all():
@@ -223,6 +244,10 @@ class PipeLink(Generic[Out, In]):
         self._incoming.on_readable = self._outgoing.on_idle = notify
         if self._incoming.readable():
             _call(notify)
+
+    def attend(self) -> int | None:
+        self._attends = True
+        return self._source.fileno() if self._source is not None else None
 
     @property
     def ready_to_send(self) -> bool:

@@ -1,10 +1,11 @@
 """The drafts that a target is linked to: their messages in and out, between two steps. Nothing in it waits."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cluster.best_place import BestPlace, Kind, Place
 from cluster.link import Link
+from cluster.loop import Loop
 from cluster.rest import Rest
 from cluster.target_state import TargetState
 from cluster.trace import Trace
@@ -15,12 +16,12 @@ class LinkedDrafts:
     """The links of one target replica, for its loop alone. They are left alone where another place is better."""
 
     def __init__(
-        self, state: TargetState, trace: Trace, wake: Callable[[], None], places: Sequence[Place] = ("separate",)
+        self, state: TargetState, trace: Trace, loop: Loop | None, places: Sequence[Place] = ("separate",)
     ) -> None:
-        """wake: called, from any thread, when something has come in. places: where drafts may run; see BestPlace."""
+        """loop: hears of what comes in; None: nobody does. places: where drafts may run; see BestPlace."""
         self._state = state
         self._trace = trace
-        self._wake = wake
+        self._loop = loop
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
         self._places = places
@@ -43,7 +44,8 @@ class LinkedDrafts:
         draft = self._next_draft
         self._next_draft += 1
         self._links[draft] = link
-        link.set_notify(self._wake)
+        if self._loop is not None:
+            self._loop.hear(link)
         self._rest, self._best, self._alone = Rest(), self._measure_anew(), False  # it may be a better one
         self._state.draft_joined(draft)
         self.send()
@@ -61,6 +63,8 @@ class LinkedDrafts:
                 self._heard = self._heard or bool(grown)
                 self._trace.add("growth", started, sum(grown))
             if not alive:
+                if self._loop is not None:
+                    self._loop.forget(link)
                 del self._links[draft]
                 self._state.draft_left(draft)
                 self._rest, self._best = Rest(), self._measure_anew()  # what is known was of all of them

@@ -1,13 +1,16 @@
 """A replica's loop: a thread that takes turns, and does between them what others ask for."""
 
 import logging
+import os
+import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from cluster.link import Link
 from cluster.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,9 @@ class Loop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._woken = threading.Event()
+        self._paused = False
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK)  # ends a pause
+        self._files: dict[Link[Any, Any], int] = {}  # readable when something came for the link
         self._idle = threading.Event()
         self._stopping = False
         self._began: float | None = None  # the present turn
@@ -47,7 +53,7 @@ class Loop:
     def stop(self) -> None:
         """Ends after the turn that runs and what was asked for, and waits for that."""
         self._stopping = True
-        self._woken.set()
+        self.wake()
         self._thread.join()
 
     @property
@@ -79,6 +85,8 @@ class Loop:
         with self._lock:
             self._woken.set()
             self._idle.clear()
+            if self._paused:
+                os.eventfd_write(self._wakes, 1)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until a turn found nothing to do and nothing came since: True; False after `timeout_s`."""
@@ -95,9 +103,32 @@ class Loop:
         """From now on, `pause` ends for what comes in."""
         self._woken.clear()
 
+    def hear(self, link: Link[Any, Any]) -> None:
+        """A pause, and the rest after a turn that did nothing, end from now on when something came on the link."""
+        link.set_notify(self.wake)
+        file = link.attend()
+        if file is not None and file >= 0:
+            self._files[link] = file
+
+    def forget(self, link: Link[Any, Any]) -> None:
+        """Takes `hear` back; of a link that is closed, too."""
+        link.set_notify(None)
+        self._files.pop(link, None)
+
     def pause(self, seconds: float) -> bool:
-        """Waits to be woken: True; False after `seconds`."""
-        return self._woken.wait(seconds)
+        """Waits to be woken, or for something to read: True; False after `seconds`."""
+        with self._lock:
+            if self._woken.is_set():
+                return True
+            self._paused = True
+        ready = _readable([self._wakes, *self._files.values()], seconds)
+        with self._lock:
+            self._paused = False
+            if self._woken.is_set():
+                os.eventfd_read(self._wakes)
+            elif ready:
+                self._idle.clear()
+        return ready
 
     def _run(self) -> None:
         self._placement.apply_to_thread()
@@ -117,6 +148,7 @@ class Loop:
             logger.exception("%s failed", self._thread.name)
             failure = error
         self._end(failure)
+        os.close(self._wakes)
 
     def _do_asked(self) -> None:
         while self._inbox:
@@ -127,6 +159,19 @@ class Loop:
             if not self._woken.is_set():
                 self._idle.set()
         self.pause(self._pause_s)
+
+
+def _readable(files: Sequence[int], seconds: float) -> bool:
+    """Waits for something to read in one of the files, or the end of one."""
+    try:
+        return bool(select.select(files, (), (), seconds)[0])
+    except OSError:
+        return True  # one was closed
+    except ValueError:  # a file's number is too large for select, which alone waits for less than a millisecond
+        poll = select.poll()
+        for file in files:
+            poll.register(file, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
 
 def _answer(question: Callable[[], T], answer: "Future[T]") -> None:

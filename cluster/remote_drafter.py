@@ -39,7 +39,7 @@ class RemoteDrafter:
     def __init__(self, vocab_size: int) -> None:
         """vocab_size: of the tokens that it is told; growth with others is dropped."""
         self._state = TargetState(vocab_size, replica=int.from_bytes(os.urandom(2)))
-        self._drafts = LinkedDrafts(self._state, Trace(), lambda: None)
+        self._drafts = LinkedDrafts(self._state, Trace(), None)
         self._made: queue.SimpleQueue[Link[Down, Up]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._sessions: dict[int, _Session] = {}

@@ -93,7 +93,7 @@ class TargetReplica:
         self._stats = self._tally.stats
         self.trace = Trace()
         self._loop = Loop("paceline-target", self._placement, _RENEW_EVERY_S, self._turn, self._end_all)
-        self._drafts = LinkedDrafts(self._state, self.trace, self._loop.wake, places)
+        self._drafts = LinkedDrafts(self._state, self.trace, self._loop, places)
         self._loop.start()
 
     # from any thread

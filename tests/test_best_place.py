@@ -135,7 +135,7 @@ class Served:
 
     def __init__(self, places: tuple[Place, ...] = ("separate", "none")) -> None:
         self.state = TargetState(16)
-        self.drafts = LinkedDrafts(self.state, Trace(), lambda: None, places)
+        self.drafts = LinkedDrafts(self.state, Trace(), None, places)
         self.session = self.state.session_opened([1, 2], SamplingParams())
         self.links = [memory_link()]
         self.drafts.join(self.links[0][0])

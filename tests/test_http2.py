@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster import http2
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.http2 import Connection, Headers
@@ -185,11 +186,13 @@ class Kept:
 
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.thread = 0  # that told of the last message
 
     def opened(self, stream: int, headers: Headers) -> None:
         self.told.put(("opened", stream))
 
     def message(self, stream: int, data: bytes) -> None:
+        self.thread = threading.get_ident()
         self.told.put(("message", stream, data))
 
     def ended(self, stream: int, trailers: Headers) -> None:
@@ -240,6 +243,61 @@ def test_both_ends_may_close_at_once(draft: Draft) -> None:
         assert not closing.is_alive()
     until(lambda: not draft.server._connections, "the connections are forgotten")
     assert draft.server._streams == 0
+
+
+@contextmanager
+def two_speaking(kept: Kept, options: LinkOptions) -> Iterator[tuple[Connection, Connection, int]]:
+    """A client, a server, and a stream that the server has accepted."""
+    far = Kept()
+    client, server = two_ends(kept, far, options)
+    stream = client.request("/a.Service/Method", "somewhere")
+    for each in (client, server):
+        each.start()
+    far.told.get(timeout=PATIENCE_S)
+    server.respond(stream)
+    assert kept.told.get(timeout=PATIENCE_S) == ("opened", stream)
+    yield client, server, stream
+    for each in (client, server):
+        each.close()
+
+
+def read(connection: Connection) -> bool:
+    """Reads; whether the connection is still there."""
+    connection.read()
+    return connection.fileno() >= 0
+
+
+def test_who_reads_often_is_told_on_his_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "_ATTENDED_S", 60)
+    kept = Kept()
+    with two_speaking(kept, LinkOptions(keepalive_time_s=60)) as (client, server, stream):
+        in_a_row = number = 0
+        while in_a_row < 100:  # the connection's thread finds out with the first ones that it isn't needed
+            server.outgoing(stream).put([number.to_bytes(2)])
+            until(lambda: not read(client) or not kept.told.empty(), "it is read")
+            assert kept.told.get_nowait() == ("message", stream, number.to_bytes(2))
+            in_a_row = in_a_row + 1 if kept.thread == threading.get_ident() else 0
+            number += 1
+        server.close()
+        until(lambda: not read(client), "the end is found by reading")
+        assert kept.told.get(timeout=PATIENCE_S) == ("lost",)
+
+
+def test_who_has_read_and_stops_is_read_for() -> None:
+    """And stays alive for the other end, which asks."""
+    kept = Kept()
+    with two_speaking(kept, LinkOptions(keepalive_time_s=0.2)) as (client, server, stream):
+        for number in range(100):
+            server.outgoing(stream).put([bytes([number])])
+            client.read()
+        for number in range(100):
+            assert kept.told.get(timeout=PATIENCE_S) == ("message", stream, bytes([number]))
+        for _ in range(3):
+            client.read()
+            server.outgoing(stream).put([b"more"])
+            assert kept.told.get(timeout=PATIENCE_S) == ("message", stream, b"more")
+            client.read()
+            assert server.round_trip_s(PATIENCE_S) is not None
 
 
 def test_two_ends_of_a_connection() -> None:

@@ -115,7 +115,17 @@ def memory_ends() -> Iterator[Ends]:
     target.close()
 
 
-@pytest.fixture(params=[memory_ends, grpc_ends, grpcio_ends], ids=["memory", "grpc", "grpcio"])
+@contextmanager
+def attended_ends() -> Iterator[Ends]:
+    """Whose owners read themselves when they receive; who waits, waits for another thread all the same."""
+    with grpc_ends() as pair:
+        assert all((link.attend() or 0) > 0 for link in pair)
+        yield pair
+
+
+@pytest.fixture(
+    params=[memory_ends, grpc_ends, attended_ends, grpcio_ends], ids=["memory", "grpc", "attended", "grpcio"]
+)
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     with request.param() as pair:
         yield pair

@@ -1,6 +1,11 @@
 """The loop that replicas run: what is asked of it is done, and it never sleeps on."""
 
+import fcntl
+import os
+import socket
 import threading
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -101,3 +106,45 @@ def test_a_turn_that_hangs_shows_by_its_time() -> None:
     go_on.set()
     until(lambda: loop.turn_s == 0, "the turn ended")
     loop.stop()
+
+
+@pytest.mark.parametrize("first", [0, 1024], ids=["a file that select can wait for", "one that it can't"])
+def test_what_comes_on_a_link_ends_a_rest(first: int) -> None:
+    """Without another thread's help: the end that is heard has none that reads while it is read often."""
+    here, there = socket.socketpair()
+    heard: list[bytes] = []
+
+    class Heard:
+        """As much of a link as a loop needs."""
+
+        def __init__(self) -> None:
+            self.file = fcntl.fcntl(here, fcntl.F_DUPFD, first)
+
+        def set_notify(self, notify: Any) -> None:
+            pass
+
+        def attend(self) -> int:
+            return self.file
+
+    def turn() -> bool:
+        with suppress(BlockingIOError):
+            heard.append(here.recv(1))
+            return True
+        return False
+
+    here.setblocking(False)
+    link: Any = Heard()
+    loop = Loop("paceline-test", Placement(), 10 * PATIENCE_S, turn, lambda failure: None)
+    loop.do(lambda: loop.hear(link))
+    loop.start()
+    for number in range(20):
+        assert loop.wait_idle(PATIENCE_S)
+        there.send(bytes([number]))
+        until(lambda number=number: len(heard) > number, "it is heard")  # type: ignore[misc]
+    loop.ask(lambda: loop.forget(link))
+    there.send(b"x")
+    assert loop.wait_idle(PATIENCE_S)
+    loop.stop()
+    os.close(link.file)
+    for each in (here, there):
+        each.close()
