@@ -30,7 +30,7 @@ from cluster.draft import DraftStats
 from cluster.drafters import EACH_ON_CPUS, DraftConfig
 from cluster.local import LocalCluster
 from cluster.placement import Placement
-from cluster.sequential import SequentialActor, Timed
+from cluster.sequential import SequentialProcess
 from cluster.target_stats import TargetStats
 from engine.checkpoint import MODELS
 from engine.drafters.model import Growing
@@ -70,16 +70,11 @@ class Totals:
         return self.tokens / self.seconds
 
 
-def start_sequential(where: Placement, target: Path, draft: Path, dtype: Dtype, invariant: bool) -> Any:
-    """The one-process contender as an actor."""
-    threads = {"env_vars": {"OMP_NUM_THREADS": str(where.threads)}}
-    actor = ray.remote(SequentialActor).options(num_cpus=0, runtime_env=threads)
-    return actor.remote(target, draft, dtype, where, invariant)
-
-
-def run_sequential(actor: Any, request: GenerationRequest, k: int, totals: Totals, lookup: int = 0) -> list[int]:
+def run_sequential(
+    contender: SequentialProcess, request: GenerationRequest, k: int, totals: Totals, lookup: int = 0
+) -> list[int]:
     """One prompt through the one-process contender; its tokens."""
-    timed: Timed = ray.get(actor.run.remote(request, k, lookup=lookup))
+    timed = contender.run(request, k, lookup)
     g = timed.generation
     totals.add(timed.tokens, timed.seconds, timed.steps, g.accepted, g.tried)
     return g.tokens
@@ -102,7 +97,12 @@ def difference(after: TargetStats, before: TargetStats) -> TargetStats:
 
 
 def measure(
-    cluster: LocalCluster, one: Any, two: Any, requests: list[GenerationRequest], warm: int, chains: tuple[int, ...]
+    cluster: LocalCluster,
+    one: SequentialProcess,
+    two: SequentialProcess,
+    requests: list[GenerationRequest],
+    warm: int,
+    chains: tuple[int, ...],
 ) -> dict[str, Any]:
     """All contenders over all requests, prompt by prompt; the JSON's entry for one temperature."""
     totals: dict[str, Totals] = defaultdict(Totals)
@@ -224,9 +224,12 @@ def main(
     tried = tuple(int(k) for k in chains.split(","))
     if address is not None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    with LocalCluster(config, DraftConfig(draft, kind, shared=0), progress=console.print) as cluster:
-        one, two = (start_sequential(where, target, draft, kind, invariant) for where in (first, both))
-        results: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    with (
+        SequentialProcess(target, draft, kind, first, invariant) as one,
+        SequentialProcess(target, draft, kind, both, invariant) as two,
+        LocalCluster(config, DraftConfig(draft, kind, shared=0), progress=console.print) as cluster,
+    ):
         for key, temperature in (("T0", 0.0), ("T1", 1.0)):
             results[key] = measure(cluster, one, two, requests_of(ids, temperature, tokens), warm, tried)
             results[key] |= {"dtype": dtype, "mode": "invariant" if invariant else "fast"}

@@ -118,7 +118,10 @@ def start_ray() -> bool:
         log_to_driver=False,
         logging_level=logging.ERROR,
         configure_logging=False,
-        _system_config={"worker_niceness": 0},  # Ray's own processes would go before the models
+        _system_config={
+            "worker_niceness": 0,  # Ray's own processes would go before the models
+            "prestart_worker_first_driver": False,  # for tasks; while it waits for some, it takes a hundredth of a core
+        },
     )
     return True
 

@@ -232,6 +232,7 @@ def own(setup: Setup, with_server: bool) -> Iterator[Own]:
         pipelined = Pipelined(pair, place.cores)
         stack.callback(pipelined.close)
         turns = Turns(pair, where)
+        stack.callback(turns.close)
         turns.wait_ready()
 
         def sequential(k: int | None, lookup: int) -> Run:

@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +194,7 @@ def take_turns(
         for name in rng.sample(sorted(runs), len(runs)):
             try:
                 samples[name].append(cut(runs[name]([ask])[0], work.ends))
-            except (WorkerError, RayError) as error:
+            except (WorkerError, RayError, BrokenExecutor) as error:
                 notes.add(f"left out: {name}, {str(error)[-300:]}")
                 del runs[name], samples[name]
         progress.advance(task)

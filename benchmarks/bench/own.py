@@ -1,4 +1,4 @@
-"""Paceline's contenders inside this process tree: plain and sequential in one actor, pipelined in two."""
+"""Paceline's contenders inside this process tree: plain and sequential in one process, pipelined in two actors."""
 
 import asyncio
 import time
@@ -10,12 +10,12 @@ import ray
 from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.servers import KV_TOKENS
 from benchmarks.bench.streams import Ask, Stream
-from benchmarks.pipeline import GROWING, start_sequential
+from benchmarks.pipeline import GROWING
 from cluster.actors import TargetActor, TargetConfig
 from cluster.drafters import DraftConfig
 from cluster.local import LocalCluster
 from cluster.placement import Placement
-from cluster.sequential import Timed
+from cluster.sequential import SequentialProcess
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
 
 CHAINS = tuple((k, lookup) for k in (2, 3, 4, 5, 6) for lookup in (0, GROWING.lookup))  # of sequential drafts
@@ -55,12 +55,12 @@ class Turns:
     """One process, target and draft taking turns. k = 0 is plain decoding, None the automatic choice."""
 
     def __init__(self, pair: Pair, where: Placement) -> None:
-        self._actor = start_sequential(where, pair.target, pair.draft, pair.dtype, invariant=False)
+        self._process = SequentialProcess(pair.target, pair.draft, pair.dtype, where)
         self._asked = 0
 
     def wait_ready(self) -> None:
         """Blocks until the models are loaded."""
-        ray.get(self._actor.run.remote(request_of(Ask((0,), 0, 0.0, 1), "ready"), 0))
+        self._process.run(request_of(Ask((0,), 0, 0.0, 1), "ready"), 0)
 
     def run(self, asks: Sequence[Ask], k: int | None, lookup: int = 0) -> list[Stream]:
         """One prompt after the other."""
@@ -68,8 +68,12 @@ class Turns:
 
     def _run(self, ask: Ask, k: int | None, lookup: int) -> Stream:
         self._asked += 1
-        timed: Timed = ray.get(self._actor.run.remote(request_of(ask, str(self._asked)), k, lookup=lookup))
+        timed = self._process.run(request_of(ask, str(self._asked)), k, lookup)
         return Stream(timed.arrivals, tuple(timed.generation.tokens))
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.close()
 
 
 class Pipelined:
