@@ -45,10 +45,8 @@ from engine.window_choice import NamedWindows, WindowName, make_window
 
 logger = logging.getLogger(__name__)
 _ANNOUNCE_EVERY_S = 1.0
-_LOOK_EVERY_S, _LOOK_SOON_S = (
-    1.0,
-    0.25,
-)  # for drafts: while nothing changes, and else; each look takes 2 ms of three processes
+_LOOK_EVERY_S = 1.0  # for drafts, while nothing changes: each look takes 2 ms of three processes
+_LOOK_SOON_S = 0.25  # ... and while there are none, or others than before
 _WITHDRAW_TIMEOUT_S = 2.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
 _LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
