@@ -49,7 +49,9 @@ MEASURES: dict[str, Measure] = {
     "paceline_hit_rate": Measure("gauge", "share of steps at whose end the mirror held a child below the new root"),
     "paceline_window": Measure("gauge", "draft tokens verified per sequence and step"),
     "paceline_idle": Measure("gauge", "share of the decoding time outside the forward pass"),
-    "paceline_link_round_trip_seconds": Measure("gauge", "a ping to a draft and its answer, between steps; the longest"),
+    "paceline_link_round_trip_seconds": Measure(
+        "gauge", "a ping to a draft and its answer, between steps; the longest"
+    ),
     "paceline_requests": Measure("counter", "requests that started"),
     "paceline_tokens": Measure("counter", "tokens committed"),
     "paceline_decoded_tokens": Measure("counter", "tokens committed but for those that came with the end of a prompt"),
