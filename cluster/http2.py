@@ -6,6 +6,7 @@ step of 2 ms; a thread of ours that reads took another twelfth (benchmarks/READM
 https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 """
 
+import logging
 import os
 import select
 import socket
@@ -38,6 +39,7 @@ from cluster.link import Pipe
 from cluster.speculate import LinkOptions
 from cluster.wire import MAX_MESSAGE_BYTES
 
+logger = logging.getLogger(__name__)
 Headers = dict[str, str]
 
 OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 0, 8, 12  # gRPC's status codes
@@ -193,6 +195,12 @@ class Connection:
             try:
                 self._take(blocking=False)
             except (OSError, ProtocolError):
+                with self._lock:
+                    self._no_more()
+            except (
+                Exception
+            ):  # whatever somebody's bytes did: it ends their connection, as on the thread, not who reads it
+                logger.exception("a connection failed")
                 with self._lock:
                     self._no_more()
 

@@ -121,13 +121,16 @@ class Loop:
             if self._woken.is_set():
                 return True
             self._paused = True
-        ready = _readable([self._wakes, *self._files.values()], seconds)
-        with self._lock:
-            self._paused = False
-            if self._woken.is_set():
-                os.eventfd_read(self._wakes)
-            elif ready:
-                self._idle.clear()
+        ready = True
+        try:
+            ready = _readable([self._wakes, *self._files.values()], seconds)
+        finally:
+            with self._lock:
+                self._paused = False
+                if self._woken.is_set():
+                    os.eventfd_read(self._wakes)
+                elif ready:
+                    self._idle.clear()
         return ready
 
     def _run(self) -> None:
@@ -147,8 +150,10 @@ class Loop:
         except Exception as error:  # the edge of the thread: those who wait for it must be told
             logger.exception("%s failed", self._thread.name)
             failure = error
-        self._end(failure)
-        os.close(self._wakes)
+        try:
+            self._end(failure)
+        finally:
+            os.close(self._wakes)  # nobody writes to it but during a pause
 
     def _do_asked(self) -> None:
         while self._inbox:
