@@ -51,7 +51,10 @@ class Link(Protocol[_OutP, In]):
         """Everything that arrived since the last call, also what arrived before the other end died."""
 
     def receive_timed(self) -> list[tuple[float, In]]:
-        """The same, with when each came in, by the monotonic clock: its owner may have been busy since."""
+        """The same, with when each came in, by the monotonic clock: its owner may have been busy since.
+
+        Of those that this call read itself, that is when it did.
+        """
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until something can be received or the link is dead: True; False after `timeout_s` seconds."""
