@@ -194,13 +194,9 @@ class Connection:
         if not self._closing:
             try:
                 self._take(blocking=False)
-            except (OSError, ProtocolError):
-                with self._lock:
-                    self._no_more()
-            except (
-                Exception
-            ):  # whatever somebody's bytes did: it ends their connection, as on the thread, not who reads it
-                logger.exception("a connection failed")
+            except Exception as error:  # noqa: BLE001 - it ends the connection, as on its thread, not who reads it
+                if not isinstance(error, (OSError, ProtocolError)):
+                    logger.exception("a connection failed")
                 with self._lock:
                     self._no_more()
 

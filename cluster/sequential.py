@@ -113,11 +113,10 @@ class SequentialProcess:
             1, multiprocessing.get_context("spawn"), _load, (target, draft, dtype, where, invariant)
         )
         with patch.dict(os.environ, OMP_NUM_THREADS=str(where.threads)):  # it is started now, and inherits them
-            self._started = self._pool.submit(os.getpid)
+            self._pool.submit(os.getpid)
 
     def run(self, request: GenerationRequest, k: int | None, lookup: int = 0) -> Timed:
         """See SequentialActor.run. Raises BrokenExecutor when the models can't be loaded or the process died."""
-        self._started.result()
         return self._pool.submit(_run, request, k, lookup).result()
 
     def close(self) -> None:
