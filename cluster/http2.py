@@ -194,7 +194,7 @@ class Connection:
         if not self._closing:
             try:
                 self._take(blocking=False)
-            except Exception as error:  # noqa: BLE001 - it ends the connection, as on its thread, not who reads it
+            except Exception as error:  # it ends the connection, as on its thread, not who reads it
                 if not isinstance(error, (OSError, ProtocolError)):
                     logger.exception("a connection failed")
                 with self._lock:
