@@ -1,8 +1,9 @@
-"""A whole pass of a decoder of the Llama family as one compiled call.
+"""A whole pass of a decoder of the Llama family as one compiled call, and the choice of tokens with it.
 
 In torch a small model's pass is mostly what its many small operations cost beside their arithmetic. Here loops do all that
-lies between linear layers, and these are torch's own, called by address: from the embeddings to the final norm nothing needs
-the interpreter, whose lock a server's other threads want.
+lies between linear layers, and these are torch's own, called by address: from the embeddings to the tokens nothing needs
+the interpreter, whose lock a server's other threads want, and whose work costs several times as much behind a pass that has
+filled the caches with weights.
 """
 
 import weakref
@@ -18,9 +19,11 @@ from engine.attention import Layout, Longs
 from engine.compiled import compiled, exponential, widened
 from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
 from engine.kv import KVPool, numbers_of
+from engine.noise import Keys
 from engine.page_attention import attend, consistent, store
+from engine.sampling import Best, rank, scaled
 from engine.torch_calls import handle_of, leave, linear, product, release
-from engine.types import FloatArray, IntArray
+from engine.types import BoolArray, FloatArray, IntArray
 
 _long = partial(compiled, long=True)
 
@@ -30,10 +33,12 @@ class _Weights(NamedTuple):
 
     names: Any  # torch_calls.names()
     embedding: FloatArray  # [vocab_size, hidden_size], of numbers_of
-    linears: Any  # uint64 [layers, 4]: qkv, attention's output, gate and up, down
+    linears: (
+        Any  # uint64 [4 * layers + 1]: of each qkv, attention's output, gate and up, down; the output layer if known
+    )
     blocked: bool  # whether those are addresses of BlockedLinear's weights; else handles of HalfLinear's
     biases: FloatArray  # of those layers that have one, one after the other
-    bias_starts: Longs  # [4 * layers + 1]: where each one's begins; nothing between two starts is none
+    bias_starts: Longs  # [linears + 1]: where each one's begins; nothing between two starts is none
     norms: FloatArray  # weights times the root of hidden_size, [2 * layers + 1, hidden_size]
     least: np.float32  # added to squares of rows before the root
     cosines: FloatArray  # [positions, head_dim / 2]
@@ -41,6 +46,16 @@ class _Weights(NamedTuple):
     inner: int  # intermediate_size
     scale: float  # of scores
     heads: int  # of queries
+    vocab_size: int  # of the output layer; 0: it is of another kind
+
+
+class Passed(NamedTuple):
+    """What a pass gives of the rows that are wanted, [n, ...]."""
+
+    states: torch.Tensor  # final, [n, hidden_size]
+    logits: torch.Tensor  # [n, vocab_size]
+    finite: bool  # whether all of these are
+    best: Best
 
 
 class CompiledDecoder:
@@ -51,15 +66,18 @@ class CompiledDecoder:
     the time of so many: nothing has to be filled up.
     """
 
-    def __init__(self, model: Any, pool: KVPool) -> None:
-        """model: one whose base `compiles`; pool: a paged one."""
+    def __init__(self, model: Any, pool: KVPool, head: Any) -> None:
+        """model: one whose base `compiles`; pool: a paged one; head: from final states to logits, see engine.head."""
         assert pool.paged
         base = model.base_model
         layers: list[FusedLayer] = list(base.layers)
         linears, norms = _linears(layers), _norms(base)
         self.least_rows = 1 if all(map(_same_alone, [*linears, model.get_output_embeddings()])) else 2
+        read_in_order([each for each in linears if isinstance(each, BlockedLinear)])
+        self.chooses = type(head) is type(linears[0])  # whether `best` is there
+        if self.chooses:
+            linears.append(head)
         blocked = [each for each in linears if isinstance(each, BlockedLinear)]
-        read_in_order(blocked)
         self._blocks = [each.blocks for each in blocked]  # held while their addresses are used
         handles = torch_calls.handles_of([each.packed for each in linears if isinstance(each, HalfLinear)])
         # Not when the process ends: a thread may be in a pass then.
@@ -71,7 +89,7 @@ class CompiledDecoder:
         self._weights = _Weights(
             torch_calls.names(),
             numbers_of(base.embed_tokens.weight),
-            np.array(handles or addresses, np.uint64).reshape(-1, 4),
+            np.array(handles or addresses, np.uint64),
             bool(blocked),
             torch.cat(biases).numpy(),
             np.cumsum([0, *(len(each) for each in biases)], dtype=np.int64),
@@ -82,6 +100,7 @@ class CompiledDecoder:
             layers[0].down.weight.shape[1],
             float(layers[0].scale),
             layers[0].heads,
+            len(head.weight) if self.chooses else 0,
         )
         self._data = numbers_of(pool.data).reshape(*pool.data.shape[:3], pool.pages, -1)
 
@@ -90,6 +109,17 @@ class CompiledDecoder:
         seen = layout.seen(*span)
         states = _pass(self._weights, *seen[:3], self._data, seen.plan)
         return torch.from_numpy(states)
+
+    def best(self, layout: Layout, wanted: Longs, temperatures: FloatArray, keys: Keys, count: int) -> Passed:
+        """A pass over all rows of a layout, and the `count` best tokens of those `wanted`, where nothing is filtered out.
+
+        temperatures: float32, of the wanted rows; keys: of their noise, or none where all are greedy.
+        """
+        seen = layout.seen(0, layout.rows, max(0, self.least_rows - layout.rows))
+        states, logits, finite, found, scores, clear = _best(
+            self._weights, *seen[:3], self._data, seen.plan, wanted, self.least_rows, temperatures, keys, count
+        )
+        return Passed(torch.from_numpy(states), torch.from_numpy(logits), finite, Best(found, scores, clear))
 
 
 def compiles(base: Any) -> bool:
@@ -137,6 +167,48 @@ def _rotations(base: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @_long
+def _best(
+    weights: _Weights,
+    tokens: Longs,
+    positions: Longs,
+    write: Longs,
+    data: FloatArray,
+    plan: IntArray,
+    wanted: Longs,
+    least_rows: int,
+    temperatures: FloatArray,
+    keys: Keys,
+    count: int,
+) -> tuple[FloatArray, FloatArray, bool, IntArray, FloatArray, BoolArray]:
+    """What `_pass` takes, then what CompiledDecoder.best does. Returns the parts of Passed, those of Best last."""
+    every = _pass(weights, tokens, positions, write, data, plan)
+    n = len(wanted)
+    states = np.zeros((max(n, least_rows), every.shape[1]), np.float32)
+    for row in range(n):
+        states[row] = every[wanted[row]]
+    logits = np.zeros((len(states), weights.vocab_size), np.float32)
+    if n:
+        of_states, of_logits = handle_of(states), handle_of(logits)
+        _linear(weights, len(weights.linears) - 1, states, of_states, logits, of_logits)
+        release(of_states)
+        release(of_logits)
+        if weights.blocked:
+            leave()
+    states, logits = states[:n], logits[:n]
+    tokens_found, scores, clear = rank(scaled(logits, temperatures), temperatures > 0, keys, count)
+    return states, logits, _finite(logits.ravel()), tokens_found, scores, clear
+
+
+@_long
+def _finite(numbers: FloatArray) -> bool:
+    """Whether all are, or their sum at least is not; a sum, since compilers make vectors of it."""
+    total = np.float32(0)
+    for i in range(len(numbers)):
+        total += numbers[i]
+    return bool(np.isfinite(total))
+
+
+@_long
 def _pass(
     weights: _Weights,
     tokens: Longs,
@@ -169,23 +241,23 @@ def _pass(
     gates, gated = np.empty((n, 2 * inner), np.float32), np.empty((n, inner), np.float32)
     of_normed, of_added, of_qkv = handle_of(normed), handle_of(added), handle_of(qkv.reshape(n, -1))
     of_attended, of_gates, of_gated = handle_of(attended.reshape(n, -1)), handle_of(gates), handle_of(gated)
-    for layer in range(len(weights.linears)):
+    for layer in range(len(weights.norms) // 2):
         keys, values = data[layer, 0], data[layer, 1]  # unpacked, compilers would not know that rows are contiguous
         _norm(x, weights.norms[2 * layer], weights.least, normed)
-        _linear(weights, layer, 0, normed, of_normed, qkv.reshape(n, -1), of_qkv)
+        _linear(weights, 4 * layer, normed, of_normed, qkv.reshape(n, -1), of_qkv)
         _rotate(qkv, heads + kv_heads, positions, weights.cosines, weights.sines)
         for row in range(n):
             for kv in range(kv_heads):
                 store(qkv[row, heads + kv], True, write[row], keys[kv].reshape(-1))
                 store(qkv[row, heads + kv_heads + kv], False, write[row], values[kv].reshape(-1))
         attend(qkv, keys, values, plan, weights.scale, attended)
-        _linear(weights, layer, 1, attended.reshape(n, -1), of_attended, added, of_added)
+        _linear(weights, 4 * layer + 1, attended.reshape(n, -1), of_attended, added, of_added)
         x += added
         _norm(x, weights.norms[2 * layer + 1], weights.least, normed)
-        _linear(weights, layer, 2, normed, of_normed, gates, of_gates)
+        _linear(weights, 4 * layer + 2, normed, of_normed, gates, of_gates)
         for row in range(n):
             _gate(gates[row, :inner], gates[row, inner:], gated[row])
-        _linear(weights, layer, 3, gated, of_gated, added, of_added)
+        _linear(weights, 4 * layer + 3, gated, of_gated, added, of_added)
         x += added
     _norm(x, weights.norms[-1], weights.least, normed)
     for handle in (of_normed, of_added, of_qkv, of_attended, of_gates, of_gated):
@@ -196,15 +268,13 @@ def _pass(
 
 
 @_long
-def _linear(
-    weights: _Weights, layer: int, which: int, x: FloatArray, of_x: np.uint64, out: FloatArray, of_out: np.uint64
-) -> None:
-    """One of a layer's four linear layers; of_x, of_out: handles of x and out."""
+def _linear(weights: _Weights, which: int, x: FloatArray, of_x: np.uint64, out: FloatArray, of_out: np.uint64) -> None:
+    """One of the linear layers; of_x, of_out: handles of x and out."""
     if weights.blocked:
-        product(x, weights.linears[layer, which], out)
+        product(x, weights.linears[which], out)
     else:
-        linear(weights.names, of_x, weights.linears[layer, which], of_out)
-    start, stop = weights.bias_starts[4 * layer + which], weights.bias_starts[4 * layer + which + 1]
+        linear(weights.names, of_x, weights.linears[which], of_out)
+    start, stop = weights.bias_starts[which], weights.bias_starts[which + 1]
     if stop > start:
         for row in range(len(out)):
             out[row] += weights.biases[start:stop]

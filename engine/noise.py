@@ -103,16 +103,6 @@ def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, Fl
     return tokens, noise, sure
 
 
-def best_within_rounding(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, Doubles, BoolArray]:
-    """The `count` best of values + noise in each row [n, vocab_size], the best first, and their scores, both [n, count].
-
-    Scores are in double precision; behind the last one stand token 0 and -inf. The third, [n], is False for rows where
-    `gumbel`'s noise, in single precision, may bring others or another order.
-    """
-    tokens, _, scores, _, clear = _contenders(values, keys, count, count + 1)
-    return np.maximum(tokens[:, :count], 0), scores[:, :count], clear
-
-
 @compiled
 def _contenders(
     values: FloatArray, keys: Keys, count: int, room: int
@@ -163,6 +153,17 @@ def _contenders(
             for place in range(count):
                 clear[row] &= _apart(best[place], best[place + 1])
     return tokens, uniforms, scores, sure, clear
+
+
+@compiled
+def best_within_rounding(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:
+    """The `count` best of values + noise in each row [n, vocab_size], the best first, and their scores, both [n, count].
+
+    They are compared in double precision; behind the last one stand token 0 and -inf. The third, [n], is False for rows
+    where `gumbel`'s noise, in single precision, may bring others or another order.
+    """
+    tokens, _, scores, _, clear = _contenders(values, keys, count, count + 1)
+    return np.maximum(tokens[:, :count], np.int32(0)), scores[:, :count].astype(np.float32), clear
 
 
 @compiled

@@ -5,12 +5,14 @@ and values to the pool and lets every row see its own path: the committed prefix
 """
 
 import copy
+import math
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
@@ -20,7 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
 from engine.choice import Weights, check_weights
-from engine.compiled_pass import CompiledDecoder, compiles
+from engine.compiled_pass import CompiledDecoder, Passed, compiles
 from engine.cpu import has_fast_bf16, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
@@ -28,6 +30,8 @@ from engine.layers import first_layers
 from engine.probe import PROBE, Unsupported, probe, refusing, register_probe
 from engine.quantized import quantize, why_not
 from engine.recorded import FusedDecoder, fused_decoder
+from engine.sampling import NO_KEYS, best, filters
+from engine.types import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
@@ -142,7 +146,7 @@ class ModelRunner:
     def _fast_decoder(self) -> CompiledDecoder | FusedDecoder | None:
         """A faster way through the layers than transformers' own, for models that we know."""
         if self.pool.paged:
-            return CompiledDecoder(self.model, self.pool)
+            return CompiledDecoder(self.model, self.pool, self._head)
         return fused_decoder(self.model, self.pool, self._heads)
 
     def _compile(self) -> None:
@@ -184,14 +188,39 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
         """Runs all rows in order and writes their KV; returns the wanted rows' logits, float32 [wanted rows, vocab_size]."""
-        layout = Layout(self.pool, self._heads, batch, self.invariant, self._last)
-        wanted = [i for rows, start in zip(batch, layout.starts, strict=True) for i in _wanted(rows, start)]
+        layout = self._layout(batch)
+        wanted = _wanted(batch, layout)
         total = layout.rows
         size = self._rows if self.invariant else total
         hidden = [self._hidden(layout, start, min(start + size, total)) for start in range(0, total, size)]
         states = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
         self.hidden = chosen = states if len(wanted) == total else states[wanted]
         return self.logits(chosen)
+
+    @torch.inference_mode()
+    def best(
+        self, batch: Sequence[SequenceRows], params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
+    ) -> Passed:
+        """`forward`, and the `count` best tokens of each wanted row; params and keys: as in `engine.sampling.best`."""
+        decoder = self._decoder
+        if (
+            not isinstance(decoder, CompiledDecoder)
+            or not decoder.chooses
+            or self.invariant
+            or any(map(filters, params))
+        ):
+            logits = self.forward(batch)
+            finite = math.isfinite(logits.sum().item())
+            return Passed(self.hidden, logits, finite, best(logits, params, keys, count))
+        layout = self._layout(batch)
+        wanted = np.array(_wanted(batch, layout), np.int64)
+        temperatures = np.array([row.temperature for row in params], np.float32)
+        passed = decoder.best(layout, wanted, temperatures, NO_KEYS if keys is None else keys.numpy(), count)
+        self.hidden = passed.states
+        return passed
+
+    def _layout(self, batch: Sequence[SequenceRows]) -> Layout:
+        return Layout(self.pool, self._heads, batch, self.invariant, self._last)
 
     def _hidden(self, layout: Layout, start: int, stop: int) -> torch.Tensor:
         """Final hidden states [stop - start, hidden_size] of some consecutive rows, padded as `called_with` says."""
@@ -253,8 +282,10 @@ def _mixes_experts(model: Any) -> bool:
     return experts and not model._can_set_experts_implementation()
 
 
-def _wanted(rows: SequenceRows, start: int) -> range:
-    return range(start + rows.wanted, start + len(rows.tokens))
+def _wanted(batch: Sequence[SequenceRows], layout: Layout) -> list[int]:
+    """Which rows of a layout logits are wanted of."""
+    starts = zip(batch, layout.starts, strict=True)
+    return [row for rows, start in starts for row in range(start + rows.wanted, start + len(rows.tokens))]
 
 
 def _attend(

@@ -6,8 +6,9 @@ lowest token id is the best. On CPUs noise is computed only for tokens that can 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,16 @@ from engine.types import BoolArray, FloatArray, IntArray, SamplingParams, TokenL
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
-_WithNoise = Callable[[FloatArray, Keys, int], tuple[IntArray, FloatArray]]
+NO_KEYS: Keys = np.zeros(0, np.int64)  # where all rows are greedy
 _SHARPNESS = 3.5  # a draft's softmax is flatter than its hit rate; the best of 1.5 to 8 on the bundled pair
+
+
+class Best(NamedTuple):
+    """The best tokens of each row, the best first, and their scores, within rounding: [n, count]. See `best`."""
+
+    tokens: IntArray
+    scores: FloatArray
+    clear: BoolArray  # [n]: False where rounding may have brought others, or another order
 
 
 def scores(logits: torch.Tensor, params: SamplingParams, noise: torch.Tensor | None) -> torch.Tensor:
@@ -39,10 +48,17 @@ def choose(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.T
 
     params: of each row; keys: int64 [n], of the rows' noise (`engine.noise.keys_of`), needed when a row is not greedy.
     """
-    if logits.is_cpu and all(row.temperature == 0 for row in params):
-        chosen: IntArray = logits.float().numpy().argmax(1).astype(np.int32)
-        return chosen
-    return _best(logits, params, keys, 1, _first_with_noise)[0][:, 0]
+    return settled(best(logits, params, keys, 1), logits, params, keys)
+
+
+def settled(found: Best, logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None) -> IntArray:
+    """What `choose` gives, [n], where the best of each row were found already."""
+    tokens: IntArray = found.tokens[:, 0]
+    if keys is not None and not found.clear.all():
+        for row in np.flatnonzero(~found.clear).tolist():
+            own = slice(row, row + 1)
+            tokens[row] = _exactly_best(logits[own], params[own], keys[own], 1)[0][0, 0]
+    return tokens
 
 
 def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None) -> FloatArray:
@@ -51,10 +67,10 @@ def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.
     That is the distance between the two best scores. Where tokens are filtered out, it is also enough that a better one is
     let in or the chosen one left out; with top-p somewhat less may do, where several tokens change places.
     """
-    tokens, best = _best(logits, params, keys, 2, _largest_with_noise)
-    found: FloatArray = best[:, 0] - best[:, 1]
+    tokens, two = _exactly_best(logits, params, keys, 2)
+    found: FloatArray = two[:, 0] - two[:, 1]
     for row, own in enumerate(params):
-        if keys is not None and own.temperature > 0 and _filters(own):
+        if keys is not None and own.temperature > 0 and filters(own):
             values = logits[row].float() / own.temperature
             noise = gumbel(keys[row], torch.arange(len(values), device=values.device))
             found[row] = min(found[row], margin_of_filters(values, noise, own, int(tokens[row, 0])))
@@ -161,35 +177,90 @@ def propose(
     logits: [n, vocab_size] of the draft; params: of each row; keys: int64 [n], of the target's noise, needed when a row is
     not greedy.
     """
-    candidates = max(count, min(_CANDIDATES, logits.shape[-1]))
-    tokens, best = _best(logits, params, keys, candidates, _nearly_largest_with_noise)
-    return tokens[:, :count].copy(), _shares(best, count)  # contiguous, as compiled loops know them
+    return guesses(best(logits, params, keys, candidates(count, logits.shape[-1])), count)
 
 
-def _best(
-    logits: torch.Tensor,
-    params: Sequence[SamplingParams],
-    keys: torch.Tensor | None,
-    count: int,
-    with_noise: _WithNoise,
-) -> tuple[IntArray, FloatArray]:
-    """The `count` tokens of each row with the best scores, the best first, and these scores; see `choose`.
+def candidates(count: int, vocab_size: int) -> int:
+    """How many of the best tokens `count` guesses are made of."""
+    return max(count, min(_CANDIDATES, vocab_size))
 
-    with_noise: what finds them on CPUs where rows are not greedy.
-    """
-    values, greedy = _scaled(logits.float(), params), np.array([row.temperature == 0 for row in params])
+
+def guesses(found: Best, count: int) -> tuple[IntArray, FloatArray]:
+    """What `propose` gives, where the best `candidates` of each row were found already."""
+    return found.tokens[:, :count].copy(), _shares(found.scores, count)  # contiguous, as compiled loops know them
+
+
+def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int) -> Best:
+    """The `count` tokens of each row with the best scores. Arguments: see `choose`."""
+    values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params])
     if values.is_cpu:
-        own = None if keys is None else keys.numpy()
-        return _largest_of(values.contiguous().numpy(), greedy, own, count, with_noise)
+        own = NO_KEYS if keys is None else keys.numpy()
+        return Best(*rank(values.contiguous().numpy(), noisy, own, count))
+    tokens, largest = _best_on_device(values, noisy, keys, count)
+    return Best(tokens, largest, np.ones(len(tokens), np.bool_))
+
+
+def filters(params: SamplingParams) -> bool:
+    """Whether some tokens' scores are -inf whatever their logits are: no row is what `rank` takes as it is."""
+    return (params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0)
+
+
+@compiled
+def rank(values: FloatArray, noisy: BoolArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:
+    """`Best` of scaled logits [n, vocab_size]; noisy: [n], the rows that have noise, by these keys [n]."""
+    rows = len(values)
+    if not noisy.any():
+        tokens, found = _largest(values, count)
+        return tokens, found, np.ones(rows, np.bool_)
+    if noisy.all():
+        return best_within_rounding(values, keys, count)
+    tokens, found = _largest(values, count)  # of the greedy rows, and in vain of the others
+    clear = np.ones(rows, np.bool_)
+    places = np.flatnonzero(noisy)
+    own_tokens, own_found, own_clear = best_within_rounding(values[places], keys[places], count)
+    for i in range(len(places)):
+        tokens[places[i]], found[places[i]], clear[places[i]] = own_tokens[i], own_found[i], own_clear[i]
+    return tokens, found, clear
+
+
+@compiled
+def scaled(logits: FloatArray, temperatures: FloatArray) -> FloatArray:
+    """Logits [n, vocab_size] over the temperatures [n] of their rows, as they are where that is 0 or 1 for all."""
+    if ((temperatures == 0) | (temperatures == 1)).all():
+        return logits
+    out = np.empty_like(logits)
+    for row in range(len(logits)):
+        out[row] = logits[row] / (temperatures[row] if temperatures[row] > 0 else np.float32(1))
+    return out
+
+
+def _best_on_device(
+    values: torch.Tensor, noisy: BoolArray, keys: torch.Tensor | None, count: int
+) -> tuple[IntArray, FloatArray]:
+    """Tokens and scores of `Best`, by torch's operations."""
     if keys is not None:
         noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
-        values = values + noise.masked_fill(torch.from_numpy(greedy).to(values.device)[:, None], 0.0)
+        values = values + noise.masked_fill(torch.from_numpy(~noisy).to(values.device)[:, None], 0.0)
     if count == 1:  # topk promises nothing about ties
         tokens = values.argmax(-1, keepdim=True)
-        best = values.gather(-1, tokens)
+        largest = values.gather(-1, tokens)
     else:
-        best, tokens = values.topk(count, dim=-1)
-    return tokens.int().cpu().numpy(), best.cpu().numpy()
+        largest, tokens = values.topk(count, dim=-1)
+    return tokens.int().cpu().numpy(), largest.cpu().numpy()
+
+
+def _exactly_best(
+    logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
+) -> tuple[IntArray, FloatArray]:
+    """Tokens and scores as `best` gives them, but with noise in single precision, as `scores` has it."""
+    values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params])
+    if not values.is_cpu:
+        return _best_on_device(values, noisy, keys, count)
+    numbers = values.contiguous().numpy()
+    tokens, found = _largest(numbers, count)
+    if keys is not None and noisy.any():
+        tokens[noisy], found[noisy] = _largest_with_noise(numbers[noisy], keys.numpy()[noisy], count)
+    return tokens, found
 
 
 def _scaled(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -197,7 +268,7 @@ def _scaled(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
     divisors = [row.temperature or 1.0 for row in params]
     if any(divisor != 1 for divisor in divisors):
         values = values / torch.tensor(divisors, device=values.device)[:, None]
-    if any(_filters(row) for row in params):
+    if any(filters(row) for row in params):
         values = values.clone()
         for _, group in groupby(range(len(params)), key=lambda i: id(params[i])):  # rows of a sequence share theirs
             rows = list(group)
@@ -205,43 +276,6 @@ def _scaled(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
             if row.temperature > 0:
                 values[part] = restrict(values[part], row)
     return values
-
-
-def _filters(params: SamplingParams) -> bool:
-    return (params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0)
-
-
-def _largest_of(
-    values: FloatArray, greedy: BoolArray, keys: Keys | None, count: int, with_noise: _WithNoise
-) -> tuple[IntArray, FloatArray]:
-    """The `count` best of each row, with noise where it is not greedy."""
-    if greedy.all():
-        return _largest(values, count)
-    assert keys is not None
-    if not greedy.any():
-        return with_noise(values, keys, count)
-    tokens, best = np.zeros((len(values), count), np.int32), np.zeros((len(values), count), np.float32)
-    tokens[greedy], best[greedy] = _largest(values[greedy], count)
-    tokens[~greedy], best[~greedy] = with_noise(values[~greedy], keys[~greedy], count)
-    return tokens, best
-
-
-def _nearly_largest_with_noise(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray]:
-    """What `_largest_with_noise` gives, within rounding, in half the time."""
-    tokens, scores, _ = best_within_rounding(values, keys, count)
-    return tokens, scores.astype(np.float32)
-
-
-def _first_with_noise(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray]:
-    """The tokens that `_largest_with_noise` gives: where rounding could bring others, they are from there. Scores are within
-    rounding.
-    """
-    tokens, scores, clear = best_within_rounding(values, keys, count)
-    best = scores.astype(np.float32)
-    for row in np.flatnonzero(~clear):
-        own = slice(row, row + 1)
-        tokens[own], best[own] = _largest_with_noise(values[own], keys[own], count)
-    return tokens, best
 
 
 def _largest_with_noise(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray]:

@@ -187,10 +187,8 @@ class Stepper:
     def step(self, plans: Seq[Plan]) -> list[Outcome]:
         """One forward pass over all plans. Raises StepError, before anything is committed for anybody."""
         batch = [self._rows(plan) for plan in plans]
-        logits = self.runner.forward(batch)
         counts = [len(rows.tokens) - rows.wanted for rows in batch]
-        self._check_finite(plans, logits, counts)
-        choices, margins = self._choose(plans, batch, logits, counts)
+        logits, choices, margins = self._choose(plans, batch, counts)
         outcomes = []
         stop = 0
         for plan, rows, count in zip(plans, batch, counts, strict=True):
@@ -198,10 +196,34 @@ class Stepper:
             outcomes.append(self._commit(plan, rows, own, logits, choices, margins))
         return self._with_states(plans, outcomes, counts) if self._states else outcomes
 
-    def _check_finite(self, plans: Seq[Plan], logits: torch.Tensor, counts: list[int]) -> None:
-        if not math.isfinite(logits.sum().item()):
-            finite = torch.isfinite(logits.sum(-1))
-            for plan, part in zip(plans, finite.split(counts), strict=True):
+    def _choose(
+        self, plans: Seq[Plan], batch: list[SequenceRows], counts: list[int]
+    ) -> tuple[torch.Tensor, IntArray, list[float]]:
+        """The logits of all wanted rows, the target's token after each [n], or _NONE, and their margins when asked for.
+
+        counts: wanted rows of each plan.
+        """
+        params = [plan.sequence.request.params for plan, n in zip(plans, counts, strict=True) for _ in range(n)]
+        keys = self._keys(batch, params)
+        if any(plan.sequence.processors is not None for plan in plans):
+            logits = self.runner.forward(batch)
+            self._check_finite(plans, logits, counts, math.isfinite(logits.sum().item()))
+            processed = self._process(plans, batch, logits, counts)
+            choices = sampling.choose(processed, params, keys)
+            choices[(~(processed.amax(-1) > -torch.inf)).cpu().numpy()] = _NONE
+        else:
+            passed = self.runner.best(batch, params, keys, 1)
+            logits = processed = passed.logits
+            self._check_finite(plans, logits, counts, passed.finite)
+            choices = sampling.settled(passed.best, logits, params, keys)
+        margins: list[float] = sampling.margins(processed, params, keys).tolist() if self._margins else []
+        return logits, choices, margins
+
+    def _check_finite(self, plans: Seq[Plan], logits: torch.Tensor, counts: list[int], finite: bool) -> None:
+        """finite: whether the sum of all logits is."""
+        if not finite:
+            rows = torch.isfinite(logits.sum(-1))
+            for plan, part in zip(plans, rows.split(counts), strict=True):
                 if not bool(part.all()):
                     self.runner.pool.wipe(plan.sequence.lease)
                     raise StepError(plan.sequence.request.request_id)
@@ -279,30 +301,22 @@ class Stepper:
             slots = lease.slots[base:]
             self.runner.pool.move(slots[accepted].tolist(), slots[1 : 1 + len(accepted)].tolist())
 
-    def _choose(
+    def _process(
         self, plans: Seq[Plan], batch: list[SequenceRows], logits: torch.Tensor, counts: list[int]
-    ) -> tuple[IntArray, list[float]]:
-        """The target's token after each wanted row [n], or _NONE, and their margins when they are asked for."""
-        if len(logits) == 0:
-            return np.zeros(0, np.int32), []
-        processed: list[torch.Tensor] | None = None
-        if any(plan.sequence.processors is not None for plan in plans):
-            processed = list(logits.split(counts))
-            for i, plan in enumerate(plans):
-                if plan.sequence.processors is not None and counts[i]:
-                    processed[i] = plan.sequence.processors.apply(processed[i], _paths(batch[i]))
-            logits = torch.cat(processed)
-        params = [plan.sequence.request.params for plan, count in zip(plans, counts, strict=True) for _ in range(count)]
-        keys = None
-        if any(row.temperature > 0 for row in params):
-            positions = [position + 1 for rows in batch for position in rows.positions[rows.wanted :]]
-            places = [(row.seed, position) for row, position in zip(params, positions, strict=True)]
-            keys = noise.keys_of(places, logits.device)
-        choices = sampling.choose(logits, params, keys)
-        if processed is not None:
-            choices[(~(logits.amax(-1) > -torch.inf)).cpu().numpy()] = _NONE
-        margins: list[float] = sampling.margins(logits, params, keys).tolist() if self._margins else []
-        return choices, margins
+    ) -> torch.Tensor:
+        """The logits of all wanted rows after the processors of the sequences that have any."""
+        parts = list(logits.split(counts))
+        for i, plan in enumerate(plans):
+            if plan.sequence.processors is not None and counts[i]:
+                parts[i] = plan.sequence.processors.apply(parts[i], _paths(batch[i]))
+        return torch.cat(parts)
+
+    def _keys(self, batch: list[SequenceRows], params: list[SamplingParams]) -> torch.Tensor | None:
+        """Of the noise of the token after each wanted row, int64 [n]; None where all are greedy."""
+        if not any(row.temperature > 0 for row in params):
+            return None
+        positions = [position + 1 for rows in batch for position in rows.positions[rows.wanted :]]
+        return noise.keys_of([(row.seed, at) for row, at in zip(params, positions, strict=True)], self.runner.device)
 
 
 def _paths(rows: SequenceRows) -> Paths:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import torch_calls
+from engine import noise, sampling, torch_calls
 from engine.attention import chain_rows
 from engine.compiled import exponential
 from engine.compiled_pass import CompiledDecoder
 from engine.recorded import FusedDecoder
-from engine.runner import ModelRunner
+from engine.runner import Dtype, ModelRunner
+from engine.types import SamplingParams
 from tests import exact
 from tests.exact import Tokens
 from tests.families import LLAMA, save
@@ -111,6 +112,56 @@ def test_a_sequence_has_the_same_bits_whatever_else_is_in_the_pass(
         assert torch.equal(together, torch.cat([compiled.forward([rows]) for rows in batch]))
 
 
+KINDS_OF_PARAMS = {
+    "greedy": [SamplingParams()],
+    "sampled": [SamplingParams(1.0, seed=3), SamplingParams(1.0, seed=4)],
+    "at temperatures": [SamplingParams(0.7, seed=3), SamplingParams(), SamplingParams(1.3, seed=5)],
+    "filtered": [SamplingParams(0.9, top_p=0.8, seed=3), SamplingParams()],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_PARAMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pass_chooses_what_its_logits_say(dtype: Dtype, kind: str, prompts: list[Tokens]) -> None:
+    """Of the wanted rows alone, in the compiled call where nothing is filtered out, and behind it elsewhere."""
+    if dtype == "bfloat16" and not torch_calls.narrow_available():
+        pytest.skip("bfloat16 is emulated")
+    runner, tree = ModelRunner(exact.TARGET, dtype=dtype, kv_tokens=512), grown(9, seed=3)
+    with leased(runner, 64, 64, 64) as (one, other, third):
+        for lease, prompt in ((one, prompts[0]), (other, prompts[1]), (third, prompts[2])):
+            prefill(runner, lease, prompt[:40])
+        nodes = tree_rows(other, 40, tree, other.slots[40 : 40 + tree.size])
+        for batch in ([chain_rows(one, 40, [5])], [chain_rows(third, 40, [7, 8, 9]), nodes, chain_rows(one, 40, [5])]):
+            n = sum(len(rows.tokens) - rows.wanted for rows in batch)
+            params = [KINDS_OF_PARAMS[kind][row % len(KINDS_OF_PARAMS[kind])] for row in range(n)]
+            keys = None if kind == "greedy" else noise.keys_of([(row.seed, i) for i, row in enumerate(params)])
+            logits = runner.forward(batch)
+            states = runner.hidden
+            expected = sampling.best(logits, params, keys, 16)
+            passed = runner.best(batch, params, keys, 16)
+            assert torch.equal(passed.logits, logits)
+            assert torch.equal(passed.states, states)
+            assert torch.equal(runner.hidden, states)
+            assert passed.finite
+            for found, same in zip(passed.best, expected, strict=True):
+                np.testing.assert_array_equal(found, same)
+
+
+def test_a_pass_without_wanted_rows_chooses_nothing(compiled: ModelRunner) -> None:
+    with leased(compiled, 8) as (lease,):
+        passed = compiled.best([chain_rows(lease, 0, [5, 6], wanted=2)], [], None, 1)
+        assert (len(passed.logits), len(passed.states), passed.best.tokens.shape) == (0, 0, (0, 1))
+        assert passed.finite
+
+
+def test_a_pass_says_that_logits_are_no_numbers(compiled: ModelRunner) -> None:
+    with leased(compiled, 64) as (lease,):
+        compiled.forward([chain_rows(lease, 0, [5, 6, 7])])
+        compiled.pool.data[:, 1, :, lease.first or 0] = torch.nan
+        assert not compiled.best([chain_rows(lease, 3, [8])], [SamplingParams()], None, 1).finite
+        compiled.pool.wipe(lease)
+
+
 def test_a_long_prefix_is_read_in_several_calls_as_in_one(compiled: ModelRunner, prompts: list[Tokens]) -> None:
     tokens = [token for prompt in prompts[:4] for token in prompt][:300]
     reference = AutoModelForCausalLM.from_pretrained(exact.TARGET, dtype=torch.float32)
@@ -160,7 +211,7 @@ def test_a_runner_that_goes_takes_its_handles_with_it(monkeypatch: pytest.Monkey
     del runner
     gc.collect()
     assert released == expected
-    assert len(expected) == 8  # two layers
+    assert len(expected) == 9  # two layers, and the output layer
 
 
 def test_threads_do_not_disturb_each_other(compiled: ModelRunner, prompts: list[Tokens]) -> None:

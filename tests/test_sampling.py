@@ -311,8 +311,8 @@ def test_the_best_are_those_of_noise_over_the_whole_vocabulary(shape: str, size:
     for count in (1, 2, 16):
         tokens, best = sampling._largest_with_noise(values.numpy(), keys.numpy(), count)
         assert (tokens.tolist(), best.tolist()) == dense(values, keys, count)
-    first, _ = sampling._first_with_noise(values.numpy(), keys.numpy(), 1)
-    assert first.tolist() == dense(values, keys, 1)[0]
+    first = sampling.choose(values, [SamplingParams(1.0)] * len(values), keys)
+    assert first[:, None].tolist() == dense(values, keys, 1)[0]
 
 
 @given(
@@ -324,8 +324,8 @@ def test_the_best_of_any_few_are_those_of_all_noise(row: list[float], seed: int,
     values, keys = torch.tensor([row]), noise.keys(seed, [5])
     tokens, best = sampling._largest_with_noise(values.numpy(), keys.numpy(), count)
     assert (tokens.tolist(), best.tolist()) == dense(values, keys, count)
-    first, _ = sampling._first_with_noise(values.numpy(), keys.numpy(), 1)
-    assert first.tolist() == dense(values, keys, 1)[0]
+    first = sampling.choose(values, [SamplingParams(1.0)] * len(values), keys)
+    assert first[:, None].tolist() == dense(values, keys, 1)[0]
 
 
 def test_most_noise_is_never_computed() -> None:

@@ -21,7 +21,7 @@ from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
 from engine.step import end_tokens
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
-from engine.types import SamplingParams
+from engine.types import FloatArray, IntArray, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,7 @@ class ModelDrafter:
         batch, parts = self._plan()
         if not batch:
             return []
-        logits = self._runner.forward(batch)
-        self._expand(parts, logits)
+        self._expand(parts, *self._guess(batch, parts))
         for part in parts:
             self._seal(part.held)
         return list(dict.fromkeys(part.session for part in parts))
@@ -260,14 +259,19 @@ class ModelDrafter:
             visible=visible,
         )
 
-    def _expand(self, parts: list[_Part], logits: torch.Tensor) -> None:
-        """Adds the likeliest children of every expanded node."""
+    def _guess(self, batch: list[SequenceRows], parts: list[_Part]) -> tuple[IntArray, FloatArray]:
+        """The likeliest tokens after each node, and their confidences: both [n, children]."""
         params = [part.held.params for part in parts for _ in part.nodes]
-        if any(part.held.processors is not None for part in parts):
-            logits = self._process(parts, logits)
         keys = self._keys(parts) if any(part.held.params.temperature > 0 for part in parts) else None
+        children = self._growing.children
+        if any(part.held.processors is not None for part in parts):
+            return sampling.propose(self._process(parts, self._runner.forward(batch)), params, keys, children)
+        passed = self._runner.best(batch, params, keys, sampling.candidates(children, self._runner.vocab_size))
+        return sampling.guesses(passed.best, children)
+
+    def _expand(self, parts: list[_Part], tokens: IntArray, confidences: FloatArray) -> None:
+        """Adds the likeliest children of every expanded node."""
         growing = self._growing
-        tokens, confidences = sampling.propose(logits, params, keys, growing.children)
         stop = 0
         for part in parts:
             own = slice(stop, stop := stop + len(part.nodes))
