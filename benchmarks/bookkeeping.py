@@ -3,7 +3,8 @@
     python -m benchmarks.bookkeeping --json FILE
 
 Both replicas as they serve, in one process on a gRPC link, with the real pair. The time is that of each loop's own thread
-from the end of a pass to the start of the next: waiting, other threads and other work are not in it.
+from the end of a pass to the start of the next: waiting, other threads and other work are not in it. The choice of tokens
+belongs to the pass, which most models compute in one call with it.
 """
 
 import json
@@ -26,6 +27,7 @@ from cluster.target import TargetReplica
 from engine.attention import SequenceRows
 from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.checkpoint import MODELS
+from engine.compiled_pass import Passed
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
@@ -37,21 +39,21 @@ _PATIENCE_S = 60.0
 
 
 class Gaps:
-    """A runner's forward passes, and its thread's time between them."""
+    """A runner's passes, the choice of tokens with them, and its thread's time between them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.between: list[tuple[int, float]] = []  # sequences in the pass that follows, milliseconds before it
         self.passes: list[tuple[int, float]] = []  # rows, milliseconds
-        self._forward, self._ended = runner.forward, 0.0
-        runner.forward = self._timed  # type: ignore[method-assign]
+        self._best, self._ended = runner.best, 0.0
+        runner.best = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, batch: Sequence[SequenceRows]) -> torch.Tensor:
+    def _timed(self, batch: Sequence[SequenceRows], *arguments: Any) -> Passed:
         started = time.thread_time()
         self.between.append((len(batch), 1000 * (started - self._ended)))
-        logits = self._forward(batch)
+        passed = self._best(batch, *arguments)
         self._ended = time.thread_time()
         self.passes.append((sum(len(rows.tokens) for rows in batch), 1000 * (self._ended - started)))
-        return logits
+        return passed
 
     def figures(self, sequences: int) -> dict[str, float]:
         """Of the steps with so many sequences, and of those before which there were as many."""
@@ -100,7 +102,7 @@ def measure(target: ModelRunner, draft: ModelRunner, requests: Sequence[Generati
     server.stop()
     drafting.close()
     for runner in (target, draft):
-        del runner.forward
+        del runner.best
     figures = {"target": sides["target"].figures(len(requests)), "draft": sides["draft"].figures(1)}
     return figures | {
         "share_of_a_30_ms_step": round(figures["target"]["between_ms"] / _STEP_MS, 3),

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.batch import OVERTAKING, Batch
 from cluster.intake import Intake, Running, Submitted
-from engine.attention import SequenceRows
+from engine.attention import Layout, SequenceRows
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
 from engine.elastic import ElasticSequence
@@ -40,13 +40,13 @@ def alone(runner: ModelRunner, requests: Sequence[GenerationRequest]) -> list[li
 def passes(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Will hold the row counts of the sequences in every forward pass from now on."""
     seen: list[list[int]] = []
-    forward = runner.forward
+    layout = runner._layout
 
-    def count(batch: Sequence[SequenceRows]) -> torch.Tensor:
+    def count(batch: Sequence[SequenceRows]) -> Layout:
         seen.append([len(rows.tokens) for rows in batch])
-        return forward(batch)
+        return layout(batch)
 
-    monkeypatch.setattr(runner, "forward", count)
+    monkeypatch.setattr(runner, "_layout", count)
     return seen
 
 
