@@ -28,7 +28,7 @@ from engine.types import BoolArray, FloatArray, IntArray
 _long = partial(compiled, long=True)
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """A decoder as compiled loops know it."""
 
     names: Any  # torch_calls.names()
@@ -66,9 +66,13 @@ class CompiledDecoder:
     the time of so many: nothing has to be filled up.
     """
 
-    def __init__(self, model: Any, pool: KVPool, head: Any) -> None:
-        """model: one whose base `compiles`; pool: a paged one; head: from final states to logits, see engine.head."""
+    def __init__(self, model: Any, pool: KVPool, head: Any, last: int) -> None:
+        """model: one whose base `compiles`; pool: a paged one; head: from final states to logits, see engine.head.
+
+        last: the position that those beyond it count as.
+        """
         assert pool.paged
+        self.last = last
         base = model.base_model
         layers: list[FusedLayer] = list(base.layers)
         linears, norms = _linears(layers), _norms(base)
@@ -86,7 +90,7 @@ class CompiledDecoder:
         biases = [torch.zeros(0) if each.bias is None or not each.bias.any() else each.bias for each in linears]
         half = layers[0].dim // 2  # both halves of a head are turned by the same angles
         cosines, sines = (side[:, :half].contiguous() for side in _rotations(base, positions_of(model, pool)))
-        self._weights = _Weights(
+        self.weights = Weights(
             torch_calls.names(),
             numbers_of(base.embed_tokens.weight),
             np.array(handles or addresses, np.uint64),
@@ -102,12 +106,12 @@ class CompiledDecoder:
             layers[0].heads,
             len(head.weight) if self.chooses else 0,
         )
-        self._data = numbers_of(pool.data).reshape(*pool.data.shape[:3], pool.pages, -1)
+        self.data = numbers_of(pool.data).reshape(*pool.data.shape[:3], pool.pages, -1)
 
     def __call__(self, layout: Layout, span: tuple[int, int, int]) -> torch.Tensor:
         """span: of rows in the layout, see there. Returns the final hidden states [rows, hidden_size]."""
         seen = layout.seen(*span)
-        states = _pass(self._weights, *seen[:3], self._data, seen.plan)
+        states = _pass(self.weights, *seen[:3], self.data, seen.plan)
         return torch.from_numpy(states)
 
     def best(self, layout: Layout, wanted: Longs, temperatures: FloatArray, keys: Keys, count: int) -> Passed:
@@ -116,8 +120,8 @@ class CompiledDecoder:
         temperatures: float32, of the wanted rows; keys: of their noise, or none where all are greedy.
         """
         seen = layout.seen(0, layout.rows, max(0, self.least_rows - layout.rows))
-        states, logits, finite, found, scores, clear = _best(
-            self._weights, *seen[:3], self._data, seen.plan, wanted, self.least_rows, temperatures, keys, count
+        states, logits, finite, found, scores, clear = best_tokens(
+            self.weights, *seen[:3], self.data, seen.plan, wanted, self.least_rows, temperatures, keys, count
         )
         return Passed(torch.from_numpy(states), torch.from_numpy(logits), finite, Best(found, scores, clear))
 
@@ -138,7 +142,7 @@ def compiles(base: Any) -> bool:
 
 
 def _linears(layers: Sequence[Any]) -> list[Any]:
-    """In the order of `_Weights.linears`."""
+    """In the order of `Weights.linears`."""
     return [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
 
@@ -150,7 +154,7 @@ def _same_alone(linear: Any) -> bool:
 
 
 def _norms(base: Any) -> list[Any]:
-    """In the order of `_Weights.norms`."""
+    """In the order of `Weights.norms`."""
     return [*(norm for layer in base.layers for norm in (layer.before_attention, layer.before_mlp)), base.norm]
 
 
@@ -167,8 +171,8 @@ def _rotations(base: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @_long
-def _best(
-    weights: _Weights,
+def best_tokens(
+    weights: Weights,
     tokens: Longs,
     positions: Longs,
     write: Longs,
@@ -210,7 +214,7 @@ def _finite(numbers: FloatArray) -> bool:
 
 @_long
 def _pass(
-    weights: _Weights,
+    weights: Weights,
     tokens: Longs,
     positions: Longs,
     write: Longs,
@@ -268,7 +272,7 @@ def _pass(
 
 
 @_long
-def _linear(weights: _Weights, which: int, x: FloatArray, of_x: np.uint64, out: FloatArray, of_out: np.uint64) -> None:
+def _linear(weights: Weights, which: int, x: FloatArray, of_x: np.uint64, out: FloatArray, of_out: np.uint64) -> None:
     """One of the linear layers; of_x, of_out: handles of x and out."""
     if weights.blocked:
         product(x, weights.linears[which], out)

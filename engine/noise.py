@@ -232,8 +232,20 @@ def _rounding(score: float) -> float:
 
 @compiled
 def _bits(key: np.uint64, token: np.uint64) -> np.uint64:
-    """The 52 random bits of one token: `_mix`, for unsigned integers that wrap."""
-    value = key + token * np.uint64(_GOLDEN)
+    """The 52 random bits of one token."""
+    return _mixed(key + token * np.uint64(_GOLDEN)) >> np.uint64(12)
+
+
+@compiled
+def key_of(seed: np.uint64, position: int) -> np.int64:
+    """`key`, with the bits of an int64, for compiled loops."""
+    at = np.uint64(position + 1) * np.uint64(_GOLDEN)
+    return np.int64(_mixed(_mixed(seed + np.uint64(_GOLDEN)) ^ at))
+
+
+@compiled
+def _mixed(value: np.uint64) -> np.uint64:
+    """`_mix`, for unsigned integers that wrap."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
-    return (value ^ (value >> np.uint64(31))) >> np.uint64(12)
+    return value ^ (value >> np.uint64(31))

@@ -50,12 +50,12 @@ def plan(sequences: Sequence[tuple[IntArray, int, IntArray, BoolArray, int]]) ->
     Of each sequence: its slots in position order, how many of them all rows see, tree slots, which of those each row sees
     [rows, tree slots] (ancestors come first, its own last), and which row of the pass is its first.
     """
-    plans = [_plan(*sequence) for sequence in sequences]
+    plans = [plan_one(*sequence) for sequence in sequences]
     return plans[0] if len(plans) == 1 else np.concatenate([_NOTHING, *plans])
 
 
 @compiled
-def _plan(slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolArray, first: int) -> IntArray:
+def plan_one(slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolArray, first: int) -> IntArray:
     """One sequence's, as `_read` reads it. Rows are put in order by branches: paths behind the full pages, of which each row
     sees a beginning.
     """

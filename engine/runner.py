@@ -146,7 +146,7 @@ class ModelRunner:
     def _fast_decoder(self) -> CompiledDecoder | FusedDecoder | None:
         """A faster way through the layers than transformers' own, for models that we know."""
         if self.pool.paged:
-            return CompiledDecoder(self.model, self.pool, self._head)
+            return CompiledDecoder(self.model, self.pool, self._head, self._last)
         return fused_decoder(self.model, self.pool, self._heads)
 
     def _compile(self) -> None:
@@ -202,13 +202,8 @@ class ModelRunner:
         self, batch: Sequence[SequenceRows], params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
     ) -> Passed:
         """`forward`, and the `count` best tokens of each wanted row; params and keys: as in `engine.sampling.best`."""
-        decoder = self._decoder
-        if (
-            not isinstance(decoder, CompiledDecoder)
-            or not decoder.chooses
-            or self.invariant
-            or any(map(filters, params))
-        ):
+        decoder = self.choosing
+        if decoder is None or any(map(filters, params)):
             logits = self.forward(batch)
             finite = math.isfinite(logits.sum().item())
             return Passed(self.hidden, logits, finite, best(logits, params, keys, count))
@@ -218,6 +213,12 @@ class ModelRunner:
         passed = decoder.best(layout, wanted, temperatures, NO_KEYS if keys is None else keys.numpy(), count)
         self.hidden = passed.states
         return passed
+
+    @property
+    def choosing(self) -> CompiledDecoder | None:
+        """What computes passes and chooses tokens in one compiled call, if there is such a thing for this model."""
+        decoder = self._decoder
+        return decoder if isinstance(decoder, CompiledDecoder) and decoder.chooses and not self.invariant else None
 
     def _layout(self, batch: Sequence[SequenceRows]) -> Layout:
         return Layout(self.pool, self._heads, batch, self.invariant, self._last)

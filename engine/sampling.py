@@ -187,7 +187,7 @@ def candidates(count: int, vocab_size: int) -> int:
 
 def guesses(found: Best, count: int) -> tuple[IntArray, FloatArray]:
     """What `propose` gives, where the best `candidates` of each row were found already."""
-    return found.tokens[:, :count].copy(), _shares(found.scores, count)  # contiguous, as compiled loops know them
+    return found.tokens[:, :count].copy(), shares(found.scores, count)  # contiguous, as compiled loops know them
 
 
 def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int) -> Best:
@@ -311,8 +311,11 @@ def _ranked(values: FloatArray, tokens: IntArray, noise: FloatArray, count: int)
 
 
 @compiled
-def _shares(best: FloatArray, count: int) -> FloatArray:
-    """Softmax of each row, sharpened, the first `count` of it; zeros where the best, which stands first, is no number."""
+def shares(best: FloatArray, count: int) -> FloatArray:
+    """A draft's confidences: softmax of each row of scores, sharpened, the first `count` of it.
+
+    Zeros where the best, which stands first, is no number.
+    """
     shares = np.zeros((len(best), count), np.float32)
     for row in range(len(best)):
         if np.isfinite(best[row, 0]):

@@ -207,7 +207,7 @@ def test_a_runner_that_goes_takes_its_handles_with_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch_calls, "release_all", recorded)
     runner = ModelRunner(exact.DRAFT, dtype="float32", kv_tokens=64)
-    expected = runner._decoder._weights.linears.ravel().tolist()  # type: ignore[union-attr]
+    expected = runner._decoder.weights.linears.ravel().tolist()  # type: ignore[union-attr]
     del runner
     gc.collect()
     assert released == expected

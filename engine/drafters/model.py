@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import noise, sampling
 from engine.attention import SequenceRows, chain_rows
+from engine.compiled_growth import Bounds, grow
+from engine.compiled_pass import CompiledDecoder
 from engine.drafters.ngram import Earned, Lookup
 from engine.drafters.past import Past
 from engine.grammar import Vocabulary
@@ -179,6 +181,9 @@ class ModelDrafter:
 
     def grow(self) -> list[int]:
         """See Drafter."""
+        for session, held in self._sessions.items() if len(self._sessions) == 1 else ():
+            if (decoder := self._compiled(held)) is not None:
+                return [session] if self._grow_alone(held, decoder) else []
         batch, parts = self._plan()
         if not batch:
             return []
@@ -186,6 +191,32 @@ class ModelDrafter:
         for part in parts:
             self._seal(part.held)
         return list(dict.fromkeys(part.session for part in parts))
+
+    def _compiled(self, held: _Session) -> CompiledDecoder | None:
+        """What takes a session's next step in one call, unless Python has a part in it."""
+        decoder, pending = self._runner.choosing, len(held.tokens) - held.computed
+        able = held.processors is None and not sampling.filters(held.params)
+        known = bool(held.tree.expanded[ROOT]) if pending == 0 else pending <= self._growing.prefill_chunk
+        return decoder if able and known else None
+
+    def _grow_alone(self, held: _Session, decoder: CompiledDecoder) -> bool:
+        """A step of the only session; whether there was anything to do."""
+        growing, pending = self._growing, held.pending
+        rows = min(growing.rows, growing.each or growing.rows)
+        taken = grow(
+            decoder,
+            held.tree,
+            held.lease.slots,
+            held.computed,
+            np.array(pending, np.int32),
+            np.array(held.free_slots[-rows:], np.int32),
+            held.params,
+            Bounds(rows, growing.children, growing.max_depth, growing.least, growing.overrule),
+        )
+        del held.free_slots[len(held.free_slots) - taken :]
+        held.computed += len(pending)
+        self._seal(held)
+        return bool(pending) or taken > 0
 
     def _seal(self, held: _Session) -> None:
         """Pages that are full now are kept for who opens the same prefix, after a lost link as well."""
