@@ -45,7 +45,7 @@ class Gaps:
         self.between: list[tuple[int, float]] = []  # sequences in the pass that follows, milliseconds before it
         self.passes: list[tuple[int, float]] = []  # rows, milliseconds
         self._best, self._ended = runner.best, 0.0
-        runner.best = self._timed  # type: ignore[method-assign]
+        runner.best = self._timed  # type: ignore[assignment, method-assign]
 
     def _timed(self, batch: Sequence[SequenceRows], *arguments: Any) -> Passed:
         started = time.thread_time()

@@ -238,7 +238,8 @@ class Connection:
         """Sends as much as flow control and the socket take. With the rest of it, the thread that reads goes on."""
         if self._closing:
             return
-        self._flush()
+        if self._unsent:
+            self._flush()
         for stream, held in list(self._streams.items()):
             while held.speaks and not self._unsent and self._send_part(stream, held):
                 self._flush()
@@ -342,7 +343,10 @@ class Connection:
             self._heard = time.monotonic()
             with self._lock:
                 events = self._received(data)
-                self._write()
+                if self._unsent or not all(isinstance(event, DataReceived) for event in events):
+                    self._write()  # there may be room for it now
+                else:
+                    self._flush()
                 if len(self._unsent) > _MOST_UNSENT:
                     raise ConnectionAbortedError
             for event in events:

@@ -79,7 +79,8 @@ class RemoteDrafter:
         """See Drafter."""
         self.close(session)
         number = self._state.session_opened(tokens, params, prompt)
-        self._sessions[session] = _Session(number, TokenTree(tokens[-1], 2 * MIRROR_NODES))
+        tree = TokenTree(tokens[-1], 2 * MIRROR_NODES, params.temperature == 0)
+        self._sessions[session] = _Session(number, tree)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""

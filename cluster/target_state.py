@@ -116,7 +116,7 @@ class TargetState:
         session = self._next_session
         self._next_session += 1
         prompt = len(tokens) if prompt is None else prompt
-        mirror = TokenTree(tokens[-1], self._mirror_nodes)
+        mirror = TokenTree(tokens[-1], self._mirror_nodes, params.temperature == 0)
         count = 0 if alone else self._lookup
         lookup = Lookup(tokens, params.temperature == 0, self._earned, count, self._earlier)
         lookup.hang(mirror)

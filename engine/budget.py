@@ -33,29 +33,32 @@ _NOTHING = np.zeros(0, np.int32)  # no nodes
 
 
 class Calibration:
-    """The acceptance rate seen at each confidence and depth, starting from the confidence itself."""
+    """The acceptance rate seen at each confidence and depth, starting from the confidence itself.
+
+    Apart for greedy trees and others: noise takes a draft's confidence further from what the target chooses.
+    """
 
     def __init__(self) -> None:
-        self._trials = np.zeros((_BINS, _DEPTHS))
-        self._hits = np.zeros((_BINS, _DEPTHS))
+        self._trials = np.zeros((2, _BINS, _DEPTHS))  # not greedy, greedy
+        self._hits = np.zeros((2, _BINS, _DEPTHS))
         self._centers = (np.arange(_BINS) + 0.5) / _BINS
 
     def paths(self, tree: TokenTree) -> FloatArray:
         """Calibrated probability that the target's walk reaches each node, float32 [tree.size]."""
-        return reach(self._trials, self._hits, tree.nodes, tree.size)
+        return reach(*self.counts(tree), tree.nodes, tree.size)
 
-    @property
-    def counts(self) -> tuple[Counts, Counts]:
-        """Trials and hits by confidence and depth, as `reach` takes them."""
-        return self._trials, self._hits
+    def counts(self, tree: TokenTree) -> tuple[Counts, Counts]:
+        """Trials and hits by confidence and depth in trees like this one, as `reach` takes them."""
+        kind = int(tree.greedy)
+        return self._trials[kind], self._hits[kind]
 
     def observe(self, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Learns from a step: of the verified `nodes`, those below the walked path were tried, those on it hit."""
-        _count_tried(self._trials, self._hits, tree.nodes, nodes, np.asarray([ROOT, *path], np.int32))
+        _count_tried(*self.counts(tree), tree.nodes, nodes, np.asarray([ROOT, *path], np.int32))
 
     def table(self) -> list[tuple[float, float, float]]:
-        """(confidence, acceptance rate, trials) for each bin that was tried, all depths together."""
-        trials, hits = self._trials.sum(1), self._hits.sum(1)
+        """(confidence, acceptance rate, trials) for each bin that was tried, all trees and depths together."""
+        trials, hits = self._trials.sum((0, 2)), self._hits.sum((0, 2))
         return [(float(c), float(h / t), float(t)) for c, h, t in zip(self._centers, hits, trials, strict=True) if t]
 
 

@@ -70,7 +70,7 @@ class EffortWindow(GoodputWindow):
         """Whether the drafter should take a step before the target does; `grew` has to follow one."""
         known, opened, self._expanding = [], [], []
         for tree in trees:
-            found, at, nodes = _before(*self.calibration.counts, tree.nodes, tree.size, self._rows)
+            found, at, nodes = _before(*self.calibration.counts(tree), tree.nodes, tree.size, self._rows)
             known.append(found)
             opened.append(at)
             self._expanding.append(nodes)

@@ -35,8 +35,9 @@ class TokenTree:
     computed), `sent` [n] (the other side was told).
     """
 
-    def __init__(self, root_token: int, capacity: int = 256) -> None:
-        self.capacity = capacity
+    def __init__(self, root_token: int, capacity: int = 256, greedy: bool = True) -> None:
+        """greedy: whether the target chooses without noise, to which other guesses are right: see engine.budget."""
+        self.capacity, self.greedy = capacity, greedy
         self.nodes = loops.make_nodes(capacity)
         records = np.asarray(self.nodes)
         self.parent, self.token, self.depth, self.slot = (

@@ -88,6 +88,18 @@ def test_only_children_of_the_walked_path_were_tried() -> None:
     ]
 
 
+def test_what_greedy_trees_teach_is_not_believed_of_others() -> None:
+    calibration, greedy, other = Calibration(), star(0.5), star(0.5)
+    other.greedy = False
+    for _ in range(100):
+        calibration.observe(greedy, nodes(1), [1])
+        calibration.observe(other, nodes(1), [])
+    assert calibration.paths(greedy)[1] > 0.9
+    assert calibration.paths(other)[1] < 0.1
+    ((_, rate, trials),) = calibration.table()
+    assert (rate, trials) == (0.5, 200)
+
+
 def test_old_trials_are_forgotten() -> None:
     calibration, tree = Calibration(), star(0.5)
     for hit in (True, False):

@@ -137,7 +137,7 @@ class ScriptedDrafter:
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        tree = TokenTree(tokens[-1], self._growing.max_nodes)
+        tree = TokenTree(tokens[-1], self._growing.max_nodes, params.temperature == 0)
         lookup = Lookup(tokens, params.temperature == 0, self._earned, self._growing.lookup)
         script = self._scripts[tuple(tokens[:prompt])]
         self._sessions[session] = _Session(script, list(tokens), tree, lookup, len(tokens))

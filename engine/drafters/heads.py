@@ -63,7 +63,7 @@ class _Session:
     def __init__(self, tokens: Sequence[int], params: SamplingParams, target: ModelRunner, nodes: int) -> None:
         self.params = params
         self.length = len(tokens)
-        self.tree = TokenTree(tokens[-1], nodes + 1)
+        self.tree = TokenTree(tokens[-1], nodes + 1, params.temperature == 0)
         self.seen: torch.Tensor | None = None  # the state behind the tokens that are about to be committed
         self.state: torch.Tensor | None = None  # the state behind the root, until the tree is grown from it
 

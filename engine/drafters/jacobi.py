@@ -51,12 +51,12 @@ class Pool:
 
 
 class _Session:
-    def __init__(self, tokens: Sequence[int], pool: Pool) -> None:
+    def __init__(self, tokens: Sequence[int], pool: Pool, greedy: bool) -> None:
         self.last: list[int] = []  # tokens of the text: what fills guesses up, and begins n-grams
         self.pool = pool
         # The guess for each position behind the root: the token, behind those that it came of in earlier steps.
         self.guess: list[tuple[int, ...]] = []
-        self.tree = TokenTree(tokens[-1])
+        self.tree = TokenTree(tokens[-1], greedy=greedy)
         self.fresh = True  # the root moved since the tree was grown
 
     def read(self, tokens: Sequence[int], kept: int) -> None:
@@ -82,7 +82,7 @@ class JacobiDrafter:
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        held = _Session(tokens, Pool(self._tokens, self._each))
+        held = _Session(tokens, Pool(self._tokens, self._each), params.temperature == 0)
         held.read(tokens[-self._tokens * self._each :], self._kept)
         self._sessions[session] = held
 

@@ -72,7 +72,8 @@ class MergedDrafter:
             self.close(session)
             raise
         room = sum(part.tree(session).capacity - 1 for part in self._parts)  # for all nodes of all of them
-        self._sessions[session] = _Session(TokenTree(tokens[-1], room + 1), params.temperature == 0)
+        greedy = params.temperature == 0
+        self._sessions[session] = _Session(TokenTree(tokens[-1], room + 1, greedy), greedy)
         self._merge(session)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:

@@ -89,7 +89,7 @@ class _Session:
         self.lease = lease  # committed tokens
         self.tree_lease = tree_lease  # draft tokens, one slot each
         self.free_slots: list[int] = tree_lease.slots.tolist()
-        self.tree = TokenTree(tokens[-1], capacity)
+        self.tree = TokenTree(tokens[-1], capacity, params.temperature == 0)
         self.processors = processors
         self.lookup = lookup
         lookup.hang(self.tree)

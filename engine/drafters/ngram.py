@@ -128,9 +128,9 @@ class Lookup:
 
 
 class _Session:
-    def __init__(self, tokens: Sequence[int], capacity: int, longest: int) -> None:
+    def __init__(self, tokens: Sequence[int], capacity: int, longest: int, greedy: bool) -> None:
         self.index = NgramIndex(tokens, longest)
-        self.tree = TokenTree(tokens[-1], capacity)  # expanded: looked up
+        self.tree = TokenTree(tokens[-1], capacity, greedy)  # expanded: looked up
 
 
 class NgramDrafter:
@@ -146,7 +146,8 @@ class NgramDrafter:
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        self._sessions[session] = _Session(tokens, _ROOM * self._length + 1, self._longest)
+        greedy = params.temperature == 0
+        self._sessions[session] = _Session(tokens, _ROOM * self._length + 1, self._longest, greedy)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""

@@ -124,9 +124,9 @@ def _longest(tokens: IntArray, order: IntArray, last: IntArray) -> tuple[int, in
 
 
 class _Session:
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], greedy: bool) -> None:
         self.last = list(tokens[-SORTED:])
-        self.tree = TokenTree(tokens[-1])
+        self.tree = TokenTree(tokens[-1], greedy=greedy)
         self.fresh = True  # the root moved since the tree was grown
 
 
@@ -144,7 +144,7 @@ class RetrievalDrafter:
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        self._sessions[session] = _Session(tokens)
+        self._sessions[session] = _Session(tokens, params.temperature == 0)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""

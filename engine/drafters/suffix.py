@@ -15,12 +15,12 @@ from engine.types import SamplingParams
 
 
 class _Session:
-    def __init__(self, tokens: Sequence[int], prompt: int, own: int) -> None:
+    def __init__(self, tokens: Sequence[int], prompt: int, own: int, greedy: bool) -> None:
         self.past = Past(own)
         self.past.extend(tokens)
         self.last = list(tokens[-LONGEST:])
         self.output = list(tokens[prompt:])
-        self.tree = TokenTree(tokens[-1])
+        self.tree = TokenTree(tokens[-1], greedy=greedy)
         self.fresh = True  # the root moved since the tree was grown
 
     def extend(self, tokens: Sequence[int]) -> Moved:
@@ -53,7 +53,8 @@ class SuffixDrafter:
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter. A session that is opened again has its text once more: nothing of it is shared twice."""
-        self._sessions[session] = _Session(tokens, len(tokens) if prompt is None else prompt, self._own)
+        prompt = len(tokens) if prompt is None else prompt
+        self._sessions[session] = _Session(tokens, prompt, self._own, params.temperature == 0)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""

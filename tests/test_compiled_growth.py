@@ -1,0 +1,99 @@
+"""A draft step in one compiled call is the step that Python takes around a pass."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine import noise, torch_calls
+from engine.drafters.model import Growing, ModelDrafter
+from engine.runner import Dtype, ModelRunner
+from engine.tree import TokenTree
+from engine.types import SamplingParams
+from tests import exact
+from tests.exact import Tokens
+
+pytestmark = pytest.mark.skipif(
+    not torch_calls.available() or "fbgemm" not in torch.backends.quantized.supported_engines,
+    reason="needs numba, and a torch with FBGEMM",
+)
+
+
+class Uncompiled(ModelDrafter):
+    """Takes each step in Python."""
+
+    def _compiled(self, held: object) -> None:
+        return None
+
+
+def nodes(tree: TokenTree) -> list[list[float]]:
+    """All that there is to say of a tree but for slots: whose are the same may differ."""
+    fields = (tree.parent, tree.token, tree.confidence, tree.depth, tree.probability, tree.expanded)
+    return [field[: tree.size].tolist() for field in fields]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def runners(request: pytest.FixtureRequest) -> tuple[ModelRunner, ModelRunner]:
+    dtype: Dtype = request.param
+    if dtype == "bfloat16" and not torch_calls.narrow_available():
+        pytest.skip("bfloat16 is emulated")
+    one, other = (ModelRunner(exact.DRAFT, dtype=dtype, kv_tokens=2048) for _ in range(2))
+    assert one.choosing is not None
+    return one, other
+
+
+GROWINGS = {
+    "chain": Growing(rows=1, children=1, lookup=0),
+    "tree": Growing(each=4),
+    "wide": Growing(rows=8, children=3, least=0.05, overrule=True),
+    "small": Growing(rows=4, max_nodes=24, max_depth=3),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("kind", GROWINGS)
+def test_trees_are_the_same(
+    runners: tuple[ModelRunner, ModelRunner], prompts: list[Tokens], kind: str, temperature: float
+) -> None:
+    """From the prompt on, along the likeliest path and off it, and where a tree is full."""
+    compiled, plain = ModelDrafter(runners[0], GROWINGS[kind]), Uncompiled(runners[1], GROWINGS[kind])
+    drafters = (compiled, plain)
+    for drafter in drafters:
+        drafter.open(0, prompts[0][:100], SamplingParams(temperature, seed=7))
+    rng = np.random.default_rng(0)
+    for step in range(24):
+        grown = [drafter.grow() for drafter in drafters]
+        assert grown[0] == grown[1]
+        assert nodes(compiled.tree(0)) == nodes(plain.tree(0))
+        if step % 3 == 2:
+            path = compiled.tree(0).likeliest(1 + step % 4, 0.0)
+            tokens = path if rng.random() < 0.7 and path else [int(rng.integers(4096)), int(rng.integers(4096))]
+            moved = [drafter.commit(0, tokens) for drafter in drafters]
+            assert moved[0].children == moved[1].children
+        for drafter in drafters:
+            drafter.check()
+    for drafter in drafters:
+        drafter.close(0)
+        assert drafter._runner.pool.used_pages == 0
+
+
+def test_several_sessions_a_filter_or_a_grammar_are_left_to_python(
+    runners: tuple[ModelRunner, ModelRunner], prompts: list[Tokens]
+) -> None:
+    drafter = ModelDrafter(runners[0])
+    for params in (SamplingParams(1.0, top_p=0.9, seed=1), SamplingParams(repetition_penalty=1.2)):
+        drafter.open(0, prompts[0][:40], params)
+        assert drafter._compiled(drafter._sessions[0]) is None
+        assert drafter.grow() == [0]
+        drafter.close(0)
+    drafter.open(0, prompts[0][:40], SamplingParams())
+    drafter.open(1, prompts[1][:40], SamplingParams())
+    assert drafter.grow() == [0, 1]
+    for session in (0, 1):
+        drafter.close(session)
+
+
+def test_keys_of_noise_are_those_of_compiled_loops() -> None:
+    for seed in (0, 1, 2**62 + 12345, 2**63 - 1):
+        for position in (0, 1, 1000, 2**31):
+            expected = noise.keys(seed, [position]).item()
+            assert int(noise.key_of(np.uint64(seed), position)) == expected
