@@ -33,9 +33,7 @@ class Weights(NamedTuple):
 
     names: Any  # torch_calls.names()
     embedding: FloatArray  # [vocab_size, hidden_size], of numbers_of
-    linears: (
-        Any  # uint64 [4 * layers + 1]: of each qkv, attention's output, gate and up, down; the output layer if known
-    )
+    linears: Any  # uint64 [4 * layers + 1]: qkv, attention's output, gate and up, down of each; then the output layer's
     blocked: bool  # whether those are addresses of BlockedLinear's weights; else handles of HalfLinear's
     biases: FloatArray  # of those layers that have one, one after the other
     bias_starts: Longs  # [linears + 1]: where each one's begins; nothing between two starts is none

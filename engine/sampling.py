@@ -70,7 +70,7 @@ def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.
     tokens, two = _exactly_best(logits, params, keys, 2)
     found: FloatArray = two[:, 0] - two[:, 1]
     for row, own in enumerate(params):
-        if keys is not None and own.temperature > 0 and filters(own):
+        if keys is not None and filters(own):
             values = logits[row].float() / own.temperature
             noise = gumbel(keys[row], torch.arange(len(values), device=values.device))
             found[row] = min(found[row], margin_of_filters(values, noise, own, int(tokens[row, 0])))
@@ -202,7 +202,7 @@ def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Ten
 
 def filters(params: SamplingParams) -> bool:
     """Whether some tokens' scores are -inf whatever their logits are: no row is what `rank` takes as it is."""
-    return (params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0)
+    return params.temperature > 0 and (params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0)
 
 
 @compiled
