@@ -112,7 +112,7 @@ def measure(target: ModelRunner, draft: ModelRunner, requests: Sequence[Generati
 
 
 def main(
-    sessions: Annotated[int, typer.Option(help="requests that run together")] = 64,
+    sessions: Annotated[int, typer.Option(min=2, help="requests that run together")] = 64,
     tokens: Annotated[int, typer.Option(help="tokens of each")] = 48,
     json_file: Annotated[Path | None, typer.Option("--json", help="where the figures go")] = None,
 ) -> None:

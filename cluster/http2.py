@@ -245,8 +245,6 @@ class Connection:
                 self._flush()
         if not self._unsent:
             self._flush()
-        if self._unsent and threading.current_thread() is not self._thread:
-            os.eventfd_write(self._wakes, 1)
 
     def _send_part(self, stream: int, held: _Stream) -> bool:
         """A frame of a stream's messages, or its end; False where there is none, or no window for it."""
@@ -270,10 +268,12 @@ class Connection:
         try:
             sent = self._socket.send(self._unsent) if self._unsent else 0
         except BlockingIOError:
-            return
+            sent = 0
         except OSError:
             sent = len(self._unsent)  # nobody will have it: the thread that reads finds out
         del self._unsent[:sent]
+        if self._unsent and threading.current_thread() is not self._thread:
+            os.eventfd_write(self._wakes, 1)  # that thread goes on with it
 
     def _end(self, stream: int, headers: Headers) -> None:
         """Says the last of a stream, of which no more is read."""

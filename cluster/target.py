@@ -173,8 +173,6 @@ class TargetReplica:
 
     def _turn(self) -> bool:
         started = time.monotonic()
-        if not self._running:
-            self._drafts.receive()  # else the last step did
         self._take_in()
         self._drafts.send()  # of sessions just opened: drafts read their prefixes while the target does
         if not self._running:
@@ -341,7 +339,8 @@ class TargetReplica:
     # requests
 
     def _take_in(self) -> None:
-        """Pages for the next step, and the waiting requests that fit now."""
+        """What the drafts said since the last step; pages for the next one; and the waiting requests that fit now."""
+        self._drafts.receive()
         if time.monotonic() > self._next_renewal:
             self._next_renewal = time.monotonic() + _RENEW_EVERY_S
             self._state.renewal_due()

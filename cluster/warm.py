@@ -74,10 +74,12 @@ def warm_up_loops() -> None:
 
 
 def warm_up_drafter(drafter: Drafter) -> None:
-    """First sessions, greedy and sampled, which compile what every other one runs."""
+    """First sessions, greedy and sampled, alone and beside another: they compile what every other one runs."""
     for temperature in (0.0, 1.0):
-        drafter.open(0, [0], SamplingParams(temperature=temperature))
-        for _ in range(3):
-            drafter.grow()
-        drafter.commit(0, [0])
-        drafter.close(0)
+        for session in (0, 1):
+            drafter.open(session, [0], SamplingParams(temperature=temperature))
+            for _ in range(3):
+                drafter.grow()
+        for session in (0, 1):
+            drafter.commit(session, [0])
+            drafter.close(session)

@@ -192,7 +192,7 @@ def guesses(found: Best, count: int) -> tuple[IntArray, FloatArray]:
 
 def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int) -> Best:
     """The `count` tokens of each row with the best scores. Arguments: see `choose`."""
-    values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params])
+    values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params], np.bool_)
     if values.is_cpu:
         own = NO_KEYS if keys is None else keys.numpy()
         return Best(*rank(values.contiguous().numpy(), noisy, own, count))
@@ -253,7 +253,7 @@ def _exactly_best(
     logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
 ) -> tuple[IntArray, FloatArray]:
     """Tokens and scores as `best` gives them, but with noise in single precision, as `scores` has it."""
-    values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params])
+    values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params], np.bool_)
     if not values.is_cpu:
         return _best_on_device(values, noisy, keys, count)
     numbers = values.contiguous().numpy()

@@ -15,6 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 Origin = Literal["draft", "target"]
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf"]
 
+LEAST_TEMPERATURE = 1e-6
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0  # presence and frequency, either sign
 MAX_REPETITION_PENALTY = 10.0
@@ -66,7 +67,7 @@ class SamplingParams:
     Raises InvalidRequest, naming the field, when a value is out of range.
     """
 
-    temperature: float = 0.0  # 0 is greedy
+    temperature: float = 0.0  # 0 is greedy, and so is what is below LEAST_TEMPERATURE
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
@@ -87,6 +88,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         in_range = math.isfinite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE
         require(in_range, "temperature", f"must be between 0 and {MAX_TEMPERATURE:g}")
+        if self.temperature < LEAST_TEMPERATURE:  # float32 could not hold logits over it
+            object.__setattr__(self, "temperature", 0.0)
         require(self.top_k >= 0, "top_k", "must be 0 (no limit) or positive")
         require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1")

@@ -153,6 +153,21 @@ def test_no_filter_changes_nothing() -> None:
 # the choice
 
 
+def test_a_temperature_that_logits_cannot_be_divided_by_is_greedy() -> None:
+    assert SamplingParams(1e-50) == SamplingParams(9e-7) == SamplingParams()
+    logits = some_logits(20, 300)
+    coldest = [SamplingParams(1e-6)] * 20
+    chosen = sampling.choose(logits, coldest, noise.keys(3, range(20)))
+    assert chosen.tolist() == logits.argmax(-1).tolist()
+
+
+def test_of_no_rows_nothing_is_chosen_nor_compiled_anew() -> None:
+    sampling.choose(some_logits(1, 300), [SamplingParams()], None)
+    known = list(getattr(sampling.rank, "signatures", ()))
+    assert len(sampling.choose(torch.zeros(0, 300), [], None)) == 0
+    assert list(getattr(sampling.rank, "signatures", ())) == known
+
+
 def test_temperature_zero_is_argmax_whatever_else_is_set() -> None:
     logits = some_logits(30, 50)
     params = SamplingParams(0.0, top_k=3, top_p=0.1, min_p=0.5, seed=9)
