@@ -201,7 +201,7 @@ def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Ten
 
 
 def filters(params: SamplingParams) -> bool:
-    """Whether some tokens' scores are -inf whatever their logits are: no row is what `rank` takes as it is."""
+    """Whether some tokens' scores are -inf whatever their logits are, of which `rank` knows nothing."""
     return params.temperature > 0 and (params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0)
 
 

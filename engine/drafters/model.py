@@ -181,7 +181,8 @@ class ModelDrafter:
 
     def grow(self) -> list[int]:
         """See Drafter."""
-        for session, held in self._sessions.items() if len(self._sessions) == 1 else ():
+        if len(self._sessions) == 1:
+            [(session, held)] = self._sessions.items()
             if (decoder := self._compiled(held)) is not None:
                 return [session] if self._grow_alone(held, decoder) else []
         batch, parts = self._plan()
@@ -295,8 +296,10 @@ class ModelDrafter:
         params = [part.held.params for part in parts for _ in part.nodes]
         keys = self._keys(parts) if any(part.held.params.temperature > 0 for part in parts) else None
         children = self._growing.children
-        if any(part.held.processors is not None for part in parts):
-            return sampling.propose(self._process(parts, self._runner.forward(batch)), params, keys, children)
+        processed = any(part.held.processors is not None for part in parts)
+        if processed or self._runner.choosing is None:
+            logits = self._runner.forward(batch)
+            return sampling.propose(self._process(parts, logits) if processed else logits, params, keys, children)
         passed = self._runner.best(batch, params, keys, sampling.candidates(children, self._runner.vocab_size))
         return sampling.guesses(passed.best, children)
 
