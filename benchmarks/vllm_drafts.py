@@ -87,7 +87,13 @@ def select(lengths: Sequence[int], only: str) -> dict[str, dict[str, Any] | None
 
 @contextmanager
 def engine(
-    name: str, config: dict[str, Any] | None, service: str, streams: int, out: Path, target: Path = TARGET
+    name: str,
+    config: dict[str, Any] | None,
+    service: str,
+    streams: int,
+    out: Path,
+    target: Path = TARGET,
+    dtype: str = "float32",
 ) -> Iterator[Engine]:
     """A vLLM on the first core."""
     core = min(os.sched_getaffinity(0))
@@ -104,7 +110,7 @@ def engine(
     command = [str(PYTHON), str(ROOT / "benchmarks" / "vllm_worker.py"), str(target), json.dumps(config)]
     with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
-            [*command, str(CONTEXT), str(streams)],
+            [*command, str(CONTEXT), str(streams), dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -117,11 +123,14 @@ def engine(
 
 
 @contextmanager
-def draft_service(out: Path, address: str | None = None) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def draft_service(
+    out: Path, address: str | None = None, dtype: str = "auto"
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """`paceline draft` on the last core, at any address by default; its address and process, once it is ready."""
     address = address or f"127.0.0.1:{free_port()}"
     core = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", "from deployments.cli import app; app()", "draft", "--listen", address]
+    command += ["--dtype", dtype]
     file = out / f"draft-{address.rpartition(':')[2]}.log"
     with file.open("w") as log:
         process = subprocess.Popen(
@@ -201,6 +210,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="written for each prompt")] = 128,
     k: Annotated[str, typer.Option(help="draft tokens per step, several separated by commas: each in turn")] = "5,8",
     target: Annotated[Path, typer.Option(help="checkpoint of the target")] = TARGET,
+    dtype: Annotated[str, typer.Option(help="of vLLM and of our draft: float32 or bfloat16")] = "float32",
     only: Annotated[str, typer.Option(help="contenders beside plain, separated by commas; all by default")] = "",
 ) -> None:
     """Measures tokens/s of an unmodified vLLM with and without our drafts."""
@@ -218,8 +228,8 @@ def main(
         for name, config in chosen.items():
             address = f"127.0.0.1:{free_port()}"  # nobody's, but for those that have a service: each its own
             if name.startswith("paceline"):
-                address, _ = stack.enter_context(draft_service(out, address))
-            engines.append(stack.enter_context(engine(name, config, address, streams, out, target)))
+                address, _ = stack.enter_context(draft_service(out, address, dtype))
+            engines.append(stack.enter_context(engine(name, config, address, streams, out, target, dtype)))
         found = rows(measure(engines, batches, tokens), streams)
     table = Table(*found[0])
     for row in found:

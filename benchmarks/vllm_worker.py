@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own, for benchmarks.vllm_drafts: runs in .venv-vllm, of ours only with the proposer.
 
-    python vllm_worker.py TARGET '{"method": ...}' CONTEXT STREAMS
+    python vllm_worker.py TARGET '{"method": ...}' CONTEXT STREAMS DTYPE
 
 Each line on standard input is a JSON object: prompts as token ids, and how many tokens to write for each. Each answer is a
 line on standard output.
@@ -14,7 +14,7 @@ from typing import Any
 
 def main() -> None:
     """See the top."""
-    target, speculation, context, streams = sys.argv[1:]
+    target, speculation, context, streams, dtype = sys.argv[1:]
     answers = sys.stdout
     sys.stdout = sys.stderr  # vLLM prints
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
@@ -24,7 +24,7 @@ def main() -> None:
     access = {"worker_extension_cls": "cluster.vllm_proposer.WorkerAccess"} if ours else {}
     engine = LLM(
         target,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=int(context),
         max_num_seqs=int(streams),
         enable_prefix_caching=False,

@@ -32,8 +32,10 @@ from engine.runner import Dtype, ModelRunner
 from engine.text import find_tokenizer
 
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
-_TOLD_FOR_CHAINS = 64
-_DEPTH_FOR_CHAINS = 24  # what follows a chain that was accepted whole has to be there too, to the length of the next
+_TOLD_FOR_CHAINS = 256
+_NODES_FOR_CHAINS = 512
+_LOOKUP_FOR_CHAINS = 20  # tokens: as long as a chain may well be
+_DEPTH_FOR_CHAINS = 40  # what follows a chain that was accepted whole has to be there too, to the length of the next
 _LEAST_FOR_CHAINS = 0.02  # confidence of a child; less likely ones would only fill the tree, which has to be deep
 EACH_ON_CPUS = 4  # rows of one session in a draft step, where each takes time
 _DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
@@ -120,17 +122,17 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
     warm_up(runner, repeats=2)
     own = find_tokenizer(model)
     targets = _others(config.tokenizer, own)
-    length = max(config.growing.max_depth, _DEPTH_FOR_CHAINS if config.chains else 0)
+    growing = _for_chains(config.growing) if config.chains else config.growing
+    length = growing.max_depth
     cascade = config.drafter == "cascade"
     automatic = config.drafter == "auto" and targets is None
     growing = replace(
-        config.growing,
-        lookup=config.growing.lookup if automatic else 0,
+        growing,
+        lookup=growing.lookup if automatic else 0,
         shared=config.shared if automatic else 0,
         max_depth=length if targets is None else length + _DEEPER,
-        each=config.growing.each if placement.gpus else config.growing.each or EACH_ON_CPUS,
-        overrule=cascade or config.growing.overrule,
-        least=max(config.growing.least, _LEAST_FOR_CHAINS) if config.chains else config.growing.least,
+        each=growing.each if placement.gpus else growing.each or EACH_ON_CPUS,
+        overrule=cascade or growing.overrule,
     )
     drafter: Drafter = ModelDrafter(runner, growing, own)
     if cascade:
@@ -138,6 +140,17 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
     if own is not None and targets is not None:
         drafter = OtherTokenizerDrafter(drafter, own, targets, length)
     return drafter
+
+
+def _for_chains(growing: Growing) -> Growing:
+    """Larger trees: a step may end anywhere along a chain, and what follows each such end has to be there already."""
+    return replace(
+        growing,
+        least=max(growing.least, _LEAST_FOR_CHAINS),
+        lookup=max(growing.lookup, _LOOKUP_FOR_CHAINS),
+        max_depth=max(growing.max_depth, _DEPTH_FOR_CHAINS),
+        max_nodes=max(growing.max_nodes, _NODES_FOR_CHAINS),
+    )
 
 
 def _inner(config: DraftConfig, runner: ModelRunner) -> Drafter:

@@ -38,7 +38,7 @@ class Growing:
     children: int = 6  # kept of each expanded node
     least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
     max_depth: int = 12  # below the root
-    max_nodes: int = 256  # per session
+    max_nodes: int = 256  # per session; at most half of them are expanded, each of which takes a slot
     prefill_chunk: int = 64  # prefix tokens per session and draft step
     lookup: int = 8  # tokens looked up after each commit; 0: none
     shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
@@ -149,7 +149,7 @@ class ModelDrafter:
         chain = HandleChain(tokens)
         lease, known = pool.lease_known(len(tokens), len(tokens), chain.digests(pool.page_size))
         try:
-            tree_lease = pool.lease(growing.max_nodes)
+            tree_lease = pool.lease(growing.max_nodes // 2)
         except RuntimeError:
             pool.release(lease)
             raise
