@@ -12,7 +12,7 @@ from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 LEASE_S = 30.0  # a session that is neither committed nor renewed for this long ends
-MOST_TOLD = 32  # of a session: what a window can hold
+MOST_TOLD = 128
 MAX_SESSIONS = 1024  # on one draft replica; more are refused silently, which costs their speed only
 
 

@@ -15,7 +15,7 @@ from engine.tree_loops import all_known
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
-MIRROR_NODES = 256  # per session
+MIRROR_NODES = 512
 SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
 
 

@@ -38,6 +38,7 @@ def warm_up(
     lease = runner.pool.lease(256)
     try:
         runner.forward([chain_rows(lease, start, [0]) for start in (64, 128)])  # several sequences go another way
+        runner.pool.move(lease.slots[:1].tolist(), lease.slots[1:2].tolist())
         for rows in _WARM_ROWS:
             batch, params = [chain_rows(lease, 128, [0] * rows, 0)], [SamplingParams()] * rows
             times = []

@@ -9,6 +9,7 @@ page is held (by one lease or several), cached (nobody holds it, its prefix is k
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+from engine.compiled import compiled
 from engine.prefix import UNKNOWN, PrefixCache
 from engine.types import FloatArray, IntArray
 
@@ -29,6 +31,31 @@ def numbers_of(tensor: torch.Tensor) -> FloatArray:
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     numbers: FloatArray = bits.numpy()
     return numbers
+
+
+@partial(compiled, long=True)
+def _move_in_pages(keys: FloatArray, values: FloatArray, old: IntArray, new: IntArray) -> None:
+    """See KVPool.move. keys: [layers, 2, kv_heads, pages, dim / pair, page size, pair], of which the first of two counts;
+    values: [layers, 2, kv_heads, pages, page size / pair, dim, pair], of which the second does.
+    """
+    layers, _, heads, _, features, size, pair = keys.shape
+    held = np.empty((len(old), 2, features * pair), keys.dtype)
+    for layer in range(layers):
+        for head in range(heads):
+            for i in range(len(old)):
+                page, place = divmod(old[i], size)
+                for feature in range(features):
+                    for j in range(pair):
+                        held[i, 0, feature * pair + j] = keys[layer, 0, head, page, feature, place, j]
+                for feature in range(features * pair):
+                    held[i, 1, feature] = values[layer, 1, head, page, place // pair, feature, place % pair]
+            for i in range(len(old)):
+                page, place = divmod(new[i], size)
+                for feature in range(features):
+                    for j in range(pair):
+                        keys[layer, 0, head, page, feature, place, j] = held[i, 0, feature * pair + j]
+                for feature in range(features * pair):
+                    values[layer, 1, head, page, place // pair, feature, place % pair] = held[i, 1, feature]
 
 
 class PoolExhausted(RuntimeError):
@@ -235,7 +262,7 @@ class KVPool:
             return
         old, new = (list(side) for side in zip(*pairs, strict=True))
         if self.paged:
-            self._move_paged(np.array(old), np.array(new))
+            self._move_paged(np.array(old, np.int32), np.array(new, np.int32))
         elif self.data.is_cpu:  # a few slots: numpy takes a fifth of torch's time
             array = numbers_of(self.data)
             array[:, :, :, new] = array[:, :, :, old]
@@ -247,11 +274,9 @@ class KVPool:
         numbers, size = numbers_of(self.data), self.page_size
         layers, _, kv_heads, _, dim = numbers.shape
         pair = 2 if numbers.itemsize == 2 else 1
-        keys = numbers.reshape(layers, 2, kv_heads, self.pages, dim // pair, size, pair)[:, 0]
-        values = numbers.reshape(layers, 2, kv_heads, self.pages, size // pair, dim, pair)[:, 1]
-        (source, place), (page, to) = (np.divmod(slots, size) for slots in (old, new))
-        keys[:, :, page, :, to] = keys[:, :, source, :, place]
-        values[:, :, page, to // pair, :, to % pair] = values[:, :, source, place // pair, :, place % pair]
+        keys = numbers.reshape(layers, 2, kv_heads, self.pages, dim // pair, size, pair)
+        values = numbers.reshape(layers, 2, kv_heads, self.pages, size // pair, dim, pair)
+        _move_in_pages(keys, values, old, new)
 
     def check(self) -> None:
         """Audits the pool: who holds what, what is cached, what is free, and that all values are finite.

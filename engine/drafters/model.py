@@ -37,8 +37,8 @@ class Growing:
     each: int = 0  # of them at most one session's; 0: all. Short steps answer a miss sooner
     children: int = 6  # kept of each expanded node
     least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
-    max_depth: int = 12  # below the root
-    max_nodes: int = 256  # per session; at most half of them are expanded, each of which takes a slot
+    max_depth: int = 16  # below the root
+    max_nodes: int = 512  # per session; at most half of them are expanded, each of which takes a slot
     prefill_chunk: int = 64  # prefix tokens per session and draft step
     lookup: int = 8  # tokens looked up after each commit; 0: none
     shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
