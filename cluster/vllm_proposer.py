@@ -1,7 +1,7 @@
 """Drafts from a draft service for an unmodified vLLM: `--speculative-config '{"method": "custom_class", ...}'`.
 
     PACELINE_DRAFT=host:port[,host:port...] vllm serve MODEL --speculative-config '{"method": "custom_class",
-        "model": "cluster.vllm_proposer.RemoteProposer", "num_speculative_tokens": 5}'
+        "model": "cluster.vllm_proposer.RemoteProposer", "num_speculative_tokens": 12}'
 
 vLLM calls `propose` after each step with what it sampled. The answer comes from the mirrors at once; what was committed goes
 to the draft service, whose growth comes while vLLM runs its next step. A service that is dead, slow or missing means no

@@ -93,8 +93,8 @@ def test_growth_and_own_guesses_hang_in_one_mirror(target: ModelRunner) -> None:
 
 
 def test_guesses_give_their_pages_back_when_requests_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ten pages the requests begin with four and three, early exit takes the others, and the second request grows."""
-    runner = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=320)
+    """Of nine pages the requests begin with four and three, early exit takes the others, and the second request grows."""
+    runner = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=288)
     first, second = exact.load_prompts(2)
     requests = exact.make_requests([first[:8], second[:20]], 0.0, 40)
     plain = [generation.tokens for generation in exact.run(runner, requests, batch=1)]
