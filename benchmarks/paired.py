@@ -5,9 +5,9 @@
 
 Runs after one another drift by a quarter on a shared machine; here every prompt goes through all variants, one after the
 other, so that what drifts is shared, and the ratio to the first variant has a standard error. Each variant is a checkout of
-this repository, and after an @ how it decodes: `pipelined` (the default), `plain`, a number (taking turns, a chain of so
-many draft tokens) or `auto` (taking turns, the automatic choice). Targets share the first core, drafts the last; no Ray.
-The first round doesn't count.
+this repository, and after an @ how it decodes: `pipelined` (the default), `plain`, or a number (taking turns, a chain of so
+many draft tokens). Targets share the first core, drafts the last; no Ray. The first round doesn't count. Nobody looks
+earlier outputs up: the prompts come again.
 """
 
 import json
@@ -49,10 +49,10 @@ class Variant:
         name, _, rest = text.partition("=")
         checkout, _, mode = rest.partition("@")
         path = Path(checkout)
-        if not name or not (path / "cluster").is_dir():
+        if not name or not checkout or not (path / "cluster").is_dir():
             raise SystemExit(f"{text!r}: wanted NAME=CHECKOUT@MODE, and {checkout or 'nothing'!r} is no checkout")
-        if not (mode in ("", "pipelined", "plain", "auto") or mode.isdigit()):
-            raise SystemExit(f"{text!r}: the mode is pipelined, plain, auto or a number of draft tokens")
+        if not (mode in ("", "pipelined", "plain") or mode.isdigit()):
+            raise SystemExit(f"{text!r}: the mode is pipelined, plain or a number of draft tokens")
         return cls(name, path.resolve(), mode or "pipelined")
 
 

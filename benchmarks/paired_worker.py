@@ -55,7 +55,7 @@ class Turns:
     def __init__(self, options: dict[str, Any], where: Placement) -> None:
         self._actor = SequentialActor(Path(options["target"]), Path(options["draft"]), options["dtype"], where)
         mode = options["mode"]
-        self._length = None if mode == "auto" else 0 if mode == "plain" else int(mode)
+        self._length = 0 if mode == "plain" else int(mode)
 
     def run(self, request: GenerationRequest) -> dict[str, Any]:
         """A request; `seconds` are those of steps that decoded."""
@@ -76,13 +76,7 @@ class Pipelined:
 
     def __init__(self, options: dict[str, Any], where: Placement) -> None:
         config = TargetConfig(
-            Path(options["target"]),
-            options["dtype"],
-            flush_s=0.0,
-            places=("separate",),
-            earlier=0,
-            max_batch=1,
-            draft=DraftConfig(Path(options["draft"]), options["dtype"], shared=0),
+            Path(options["target"]), options["dtype"], flush_s=0.0, places=("separate",), earlier=0, max_batch=1
         )
         self._replica, _ = own_target(config, where, 0)
         self._replica.add_link(connect(options["address"], LINK_TIMEOUT_S, LinkOptions(cores=where.cores)))
