@@ -75,9 +75,7 @@ class Pipelined:
     """A target linked to the draft at an address."""
 
     def __init__(self, options: dict[str, Any], where: Placement) -> None:
-        config = TargetConfig(
-            Path(options["target"]), options["dtype"], flush_s=0.0, places=("separate",), earlier=0, max_batch=1
-        )
+        config = TargetConfig(Path(options["target"]), options["dtype"], places=("separate",), earlier=0, max_batch=1)
         self._replica, _ = own_target(config, where, 0)
         self._replica.add_link(connect(options["address"], LINK_TIMEOUT_S, LinkOptions(cores=where.cores)))
 
