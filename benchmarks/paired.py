@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -51,7 +51,7 @@ class Variant:
         path = Path(checkout)
         if not name or not checkout or not (path / "cluster").is_dir():
             raise SystemExit(f"{text!r}: wanted NAME=CHECKOUT@MODE, and {checkout or 'nothing'!r} is no checkout")
-        if not (mode in ("", "pipelined", "plain") or mode.isdigit()):
+        if not (mode in ("", "pipelined", "plain") or mode.isdecimal()):
             raise SystemExit(f"{text!r}: the mode is pipelined, plain or a number of draft tokens")
         return cls(name, path.resolve(), mode or "pipelined")
 
@@ -67,27 +67,32 @@ class Row:
     hits: int = 0
     verified: int = 0  # draft tokens; not known of those that take turns
     forward_s: float = 0.0  # in the target's steps
-    rates: list[float] = field(default_factory=list)  # tokens per second of each prompt
+    rates: list[list[float]] = field(default_factory=list)  # tokens per second of each prompt, round by round
 
-    def add(self, answer: dict[str, Any]) -> None:
-        """A prompt."""
+    def add(self, prompt: int, answer: dict[str, Any]) -> None:
+        """A prompt, by its number, once more."""
         self.tokens += answer["decoded"]
         self.steps += answer["steps"]
         self.hits += answer["hits"]
         self.verified += answer["verified"] or 0
         self.forward_s += answer["forward_s"]
-        self.rates.append(answer["decoded"] / answer["seconds"])
+        while len(self.rates) <= prompt:
+            self.rates.append([])
+        self.rates[prompt].append(answer["decoded"] / answer["seconds"])
 
     @property
     def tokens_per_s(self) -> float:
         """Of all prompts together, each as long as the others."""
-        return statistics.harmonic_mean(self.rates)
+        return statistics.harmonic_mean([rate for rates in self.rates for rate in rates])
 
     def over(self, other: "Row") -> tuple[float, float]:
-        """The ratio to another's speed on the same prompts: geometric mean, and its standard error."""
-        logs = np.log(np.asarray(self.rates) / np.asarray(other.rates))
+        """The ratio to another's speed on the same prompts: geometric mean, and its standard error.
+
+        Rounds of a prompt say the same of it again: the error is over prompts, of which there are two at least.
+        """
+        logs = np.log(np.asarray(self.rates) / np.asarray(other.rates)).mean(axis=1)
         ratio = float(np.exp(logs.mean()))
-        return ratio, ratio * float(logs.std(ddof=1)) / len(logs) ** 0.5 if len(logs) > 1 else float("nan")
+        return ratio, ratio * float(logs.std(ddof=1)) / len(logs) ** 0.5
 
 
 class Worker:
@@ -110,8 +115,9 @@ class Worker:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Decodes a request."""
-        self._asked.write(json.dumps(request) + "\n")
-        self._asked.flush()
+        with suppress(BrokenPipeError):  # reading says it
+            self._asked.write(json.dumps(request) + "\n")
+            self._asked.flush()
         return self.line()
 
 
@@ -128,8 +134,10 @@ def worker(variant: Variant, core: int, options: dict[str, Any]) -> Iterator[Wor
         env=environment,
     )
     with process:
-        yield Worker(process)
-        process.terminate()
+        try:
+            yield Worker(process)
+        finally:
+            process.terminate()
 
 
 def start(stack: ExitStack, variant: Variant, options: dict[str, Any]) -> Worker:
@@ -159,7 +167,7 @@ def measure(
         differing += len({tuple(answer["output"]) for answer in answers.values()}) > 1
         if turn:
             for name, answer in answers.items():
-                rows[name].add(answer)
+                rows[name].add(index, answer)
     if differing:
         console.print(f"T = {temperature:g}: {differing} times outputs differ (ties?)")
     return list(rows.values())
@@ -170,14 +178,16 @@ def main(
     target: Annotated[Path, typer.Option(help="checkpoint of the target")] = MODELS / "code-target",
     draft: Annotated[Path, typer.Option(help="checkpoint of the draft")] = MODELS / "code-draft",
     dtype: Annotated[str, typer.Option(help="of both")] = "float32",
-    count: Annotated[int, typer.Option(help="prompts")] = 10,
-    rounds: Annotated[int, typer.Option(help="that count, behind one to warm up")] = 3,
-    tokens: Annotated[int, typer.Option(help="per prompt")] = 128,
+    count: Annotated[int, typer.Option(min=2, help="prompts")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="that count, behind one to warm up")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="per prompt")] = 128,
     temperatures: Annotated[str, typer.Option(help="0 is greedy")] = "0,1",
     file: Annotated[Path, typer.Option("--json", help="where the rows go")] = Path("build/paired.json"),
 ) -> None:
     """Measures."""
     chosen = [Variant.parse(text) for text in variants]
+    if len({variant.name for variant in chosen}) < len(chosen):
+        raise SystemExit("two variants have the same name")
     tokenizer = load_tokenizer(target)
     lines = (MODELS / "heldout.jsonl").read_text().splitlines()[:count]
     prompts = [tokenizer(json.loads(line))["input_ids"] for line in lines]

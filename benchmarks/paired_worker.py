@@ -90,8 +90,10 @@ class Pipelined:
             output += chunk.tokens
             if chunk.finish_reason is not None:
                 break
-        self._replica.wait_idle(LINK_TIMEOUT_S)
+        idle = self._replica.wait_idle(LINK_TIMEOUT_S)
         after = self._replica.stats()
+        if chunk.finish_reason == "error" or not idle or not before.drafts or not after.drafts:
+            raise RuntimeError(f"this is no pipeline any more: {chunk.error or 'the draft is gone'}")
         return {
             "output": output,
             "decoded": after.decoded - before.decoded,

@@ -118,8 +118,10 @@ def engine(
             env=environment,
         )
         with process:
-            yield Engine(name, process)
-            process.terminate()
+            try:
+                yield Engine(name, process)
+            finally:
+                process.terminate()
 
 
 @contextmanager
@@ -145,8 +147,10 @@ def draft_service(
                 if process.poll() is not None:
                     raise SystemExit("the draft service ended; see its log")
                 time.sleep(0.2)
-            yield address, process
-            process.terminate()
+            try:
+                yield address, process
+            finally:
+                process.terminate()
 
 
 def measure(engines: list[Engine], batches: list[list[list[int]]], tokens: int) -> dict[str, list[dict[str, Any]]]:

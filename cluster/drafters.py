@@ -33,7 +33,6 @@ from engine.text import find_tokenizer
 
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
 _TOLD_FOR_CHAINS = 256
-_NODES_FOR_CHAINS = 512
 _LOOKUP_FOR_CHAINS = 20  # tokens: as long as a chain may well be
 _DEPTH_FOR_CHAINS = 40  # what follows a chain that was accepted whole has to be there too, to the length of the next
 _LEAST_FOR_CHAINS = 0.02  # confidence of a child; less likely ones would only fill the tree, which has to be deep
@@ -149,7 +148,6 @@ def _for_chains(growing: Growing) -> Growing:
         least=max(growing.least, _LEAST_FOR_CHAINS),
         lookup=max(growing.lookup, _LOOKUP_FOR_CHAINS),
         max_depth=max(growing.max_depth, _DEPTH_FOR_CHAINS),
-        max_nodes=max(growing.max_nodes, _NODES_FOR_CHAINS),
     )
 
 

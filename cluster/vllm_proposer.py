@@ -35,7 +35,6 @@ WAIT_MS = "PACELINE_DRAFT_WAIT_MS"  # for growth, when no row has a proposal
 _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 0.5
 _TIMES = 4096  # that are kept
-_MIRROR_NODES = 512  # as many as a draft for chains grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class Proposals:
         self._options = options
         self._addresses = options.addresses
         self.times: deque[tuple[float, float]] = deque(maxlen=_TIMES)  # see RemoteProposer.take_times
-        self._state = TargetState(options.vocab_size, int.from_bytes(os.urandom(2)), mirror_nodes=_MIRROR_NODES)
+        self._state = TargetState(options.vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._sessions = ContentSessions(self._state)
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_link = 0

@@ -87,7 +87,7 @@ class _Session:
         self.computed = 0
         self.chain = HandleChain()  # of the tokens, as far as it was needed
         self.lease = lease  # committed tokens
-        self.tree_lease = tree_lease  # draft tokens, one slot each
+        self.tree_lease = tree_lease  # expanded draft tokens, one slot each
         self.free_slots: list[int] = tree_lease.slots.tolist()
         self.tree = TokenTree(tokens[-1], capacity, params.temperature == 0)
         self.processors = processors

@@ -26,15 +26,15 @@ _TAIL = 4  # draft tokens at the end of the text that may still be cut otherwise
 _PARTS = 4  # tokens that a character can be cut into
 _CONTEXT = 16  # characters before the guess that the target's tokenizer sees
 _CUT_OFF = 0.5  # that the last token of a guess would not go on
-_CAPACITY = 64
+_GUESSES = 4  # of full length that the tree has room for
 _UNFINISHED = "\ufffd"  # what decoders make of a part of a character
 
 
 class _Session:
     """The text of one sequence, and the part of it that the draft holds as a prefix."""
 
-    def __init__(self, root: int, greedy: bool) -> None:
-        self.tree = TokenTree(root, _CAPACITY, greedy)  # of the target's tokens
+    def __init__(self, root: int, greedy: bool, length: int) -> None:
+        self.tree = TokenTree(root, _GUESSES * length + 1, greedy)  # of the target's tokens
         self.stream = DecodeStream(skip_special_tokens=False)
         self.whole = True  # the text ends with a whole character
         self.before = ""  # the last characters of the text that the draft holds
@@ -64,7 +64,7 @@ class OtherTokenizerDrafter:
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
         self.close(session)
-        held = _Session(tokens[-1], params.temperature == 0)
+        held = _Session(tokens[-1], params.temperature == 0, self._length)
         self._read(held, tokens)
         prefix = self._settle(held) or [0]  # a drafter needs a token; any does where there is no text yet
         self._inner.open(session, prefix, SamplingParams())
