@@ -1,4 +1,4 @@
-"""Variants of Paceline against each other, prompt by prompt: revisions of the code, ways to decode, settings of a draft.
+"""Variants of Paceline against each other, prompt by prompt: revisions of the code, and ways to decode.
 
     git worktree add ../before HEAD~1
     python -m benchmarks.paired before=../before now=. turns=.@3

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from cluster.draft_state import MOST_TOLD
 from cluster.simulation.clock import Clock
 from cluster.simulation.costs import Costs, Roofline, measured_times, parse_times
 from cluster.simulation.fleet import Fleet, Mode, simulate
@@ -16,6 +18,7 @@ from cluster.simulation.plan import Plan, compare, drafts_needed, drawn, recorde
 from cluster.simulation.script import Acceptance, Script, draw_scripts, load_scripts, save_scripts
 from cluster.simulation.target import Limits
 from deployments import cli
+from deployments.simulate_cli import simulate as simulate_command
 from deployments.simulate_preset import CHAINS, PUBLISHED, SEQUENTIAL_TPS, costs, fitted_rate, predict, sequential_tps
 from engine.drafters.model import Growing
 from engine.types import InvalidRequest
@@ -214,3 +217,9 @@ def test_the_command_prints_the_modes_and_writes_them(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "x.json").read_text())
     assert set(written["modes"]) == set(MODES)
     assert [row["targets"] for row in written["fleet"]] == [1, 2]
+
+
+def test_the_command_plans_with_the_trees_of_the_product() -> None:
+    defaults = {name: each.default for name, each in signature(simulate_command).parameters.items()}
+    assert (defaults["tree_nodes"], defaults["rows"]) == (Growing().max_nodes, Growing().rows)
+    assert defaults["told"] == MOST_TOLD
