@@ -111,8 +111,13 @@ class Client:
 
 
 def read_key(path: Path | None) -> dict[str, str]:
-    """The header with the first API key in a file, where there is one."""
-    return {"Authorization": f"Bearer {path.read_text().split()[0]}"} if path is not None else {}
+    """The header with the first API key in a file, where there is one. Raises SystemExit where it has digests only."""
+    if path is None:
+        return {}
+    keys = [key for key in path.read_text().split() if not key.startswith("sha256:")]
+    if not keys:
+        raise SystemExit(f"{path} has no key that could be sent, only digests or nothing")
+    return {"Authorization": f"Bearer {keys[0]}"}
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:

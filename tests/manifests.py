@@ -61,6 +61,7 @@ def complaints(manifests: list[Manifest]) -> list[str]:
         *port_complaints(service, manifests),
         *environment_complaints(service),
         *lifetime_complaints(service),
+        *budget_complaints(manifests, service),
         *security_complaints(manifests),
     ]
 
@@ -260,6 +261,18 @@ def lifetime_complaints(service: Manifest) -> Iterator[str]:
             yield f"{name}: pods end after {grace} s, streams may take {drain:g}"
     if service["spec"].get("rayClusterDeletionDelaySeconds", 60) <= drain:
         yield "rayClusterDeletionDelaySeconds: an old cluster ends before its streams"
+
+
+def budget_complaints(manifests: list[Manifest], service: Manifest) -> Iterator[str]:
+    """Machines can be emptied. How many pods a RayCluster wants is not for Kubernetes to see: only counted budgets work."""
+    for manifest in manifests:
+        if manifest["kind"] != "PodDisruptionBudget":
+            continue
+        name, spec = manifest["metadata"]["name"], manifest["spec"]
+        chosen = [group for group in groups(service).values() if role_of(group) in _roles(spec["selector"], "nobody")]
+        kept, there = spec.get("minAvailable"), sum(group["minReplicas"] for group in chosen)
+        if chosen and not (isinstance(kept, int) and kept < there):
+            yield f"budget {name}: it keeps {kept} of {there} pods, so none may go"
 
 
 def pods(manifests: Iterable[Manifest]) -> Iterator[tuple[str, Manifest]]:

@@ -28,6 +28,10 @@ def ray_service(documents: list[Manifest]) -> Any:
     return next(each for each in documents if each["kind"] == "RayService")["spec"]
 
 
+def budget(documents: list[Manifest]) -> Any:
+    return next(each for each in documents if each["kind"] == "PodDisruptionBudget")["spec"]
+
+
 def test_every_file_is_yaml_with_a_comment_that_says_what_it_is_for() -> None:
     files = [path for path in K8S.rglob("*.yaml") if path.name != "namespace.yaml"]
     assert len(files) > 10
@@ -154,9 +158,18 @@ def test_a_field_that_kuberay_does_not_have_is_found() -> None:
 
 @needs_kustomize
 def test_an_unknown_field_of_kubernetes_is_found() -> None:
-    documents = rendered("cpu-demo")
-    next(each for each in documents if each["kind"] == "PodDisruptionBudget")["spec"]["maxUnavailble"] = 1
+    documents = rendered("gpu-multi")
+    budget(documents)["maxUnavailble"] = 1
     assert any("maxUnavailble" in line for line in complaints(documents))
+
+
+@needs_kustomize
+@pytest.mark.parametrize("spec", [{"maxUnavailable": 1}, {"minAvailable": 2}])
+def test_a_budget_that_lets_no_pod_go_is_found(spec: dict[str, int]) -> None:
+    documents = rendered("gpu-multi")
+    del budget(documents)["minAvailable"]
+    budget(documents).update(spec)
+    assert any("so none may go" in line for line in complaints(documents))
 
 
 def test_what_the_page_names_is_there() -> None:
