@@ -24,8 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Serves language models faster without changing their answer.\n\n"
     "A small [bold]draft[/bold] model guesses ahead; the large [bold]target[/bold] model checks many guesses in one "
-    "forward pass, and alone decides every token. The two run side by side, on a core or GPU each, and never wait for "
-    "each other.\n\n"
+    "forward pass, and alone decides every token. The two run side by side, on a core or GPU each.\n\n"
     "[dim]Start with[/dim] paceline demo[dim], or[/dim] paceline generate 'def fibonacci(n):'",
 )
 
@@ -96,7 +95,7 @@ def serve(
 ) -> None:
     """Serves models over HTTP, as OpenAI's clients expect it, and over gRPC, until it is interrupted.
 
-    Without arguments it serves the bundled pair. Then it ends what runs, and takes nothing new.
+    Without arguments it serves the bundled pair. On Ctrl-C it refuses new requests, and finishes those that run.
 
     [dim]Examples[/dim]
 

@@ -187,7 +187,7 @@ class DraftOptions(_Settings):
     checkpoint: Folder | None = Field(None, description="folder of the checkpoint; none: drafting without a model")
     drafter: DrafterName = Field(
         "auto",
-        description="auto: the model with lookup beside it, or without a checkpoint ngram; model: it alone; "
+        description="auto: the model with lookup beside it, or without a checkpoint suffix; model: it alone; "
         "ngram, suffix, retrieval: what followed in the text, also in earlier outputs, in documents; "
         "merged: model, suffix and documents in one tree; cascade: lookup, or another draft, makes the model faster",
     )

@@ -109,7 +109,7 @@ def generate(
 
       paceline generate 'def add(' --stop $'\n\n' --max-tokens 64
 
-      paceline generate 'config = ' --regex '[a-z]+ = [0-9]{1,3}'
+      paceline generate 'config = ' --regex '\[a-z]+ = [0-9]{1,3}'
 
       paceline generate 'import os' --local heads --heads models/code-target-heads --stats
     """

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -346,3 +347,14 @@ def test_an_engine_that_is_not_installed_is_told_with_what_to_install() -> None:
     vllm = {**PAIR_TARGET, "engine": "vllm"}
     with pytest.raises(ConfigError, match=r"models.0.target: the engine vllm is not installed: .*paceline\[vllm\]"):
         check_config(parse_config(changed("models", 0, "target", to=vllm)))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/OPERATING.md"])
+def test_the_configurations_of_the_pages_are_right(page: str, tmp_path: Path) -> None:
+    found = re.findall(r"```yaml\n(.*?)```", (Path(__file__).parent.parent / page).read_text(), re.DOTALL)
+    assert found
+    keys = write(tmp_path / "keys", "secret")
+    for text in found:
+        text = text.replace("/models/chat-draft", str(exact.DRAFT)).replace("/models/chat", str(exact.TARGET))
+        config = load_config(write(tmp_path / "serve.yaml", text.replace("/etc/paceline/keys", str(keys))))
+        assert [model.name for model in config.models] == ["chat"]

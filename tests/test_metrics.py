@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -290,3 +291,14 @@ def check_export(url: str) -> None:
         return tokens and all(shows(series, value) for series, value in expected.items())
 
     until(exported, "Ray exports the tokens and the latencies")
+
+
+def test_the_page_on_operating_has_every_metric() -> None:
+    page = (ROOT / "docs" / "OPERATING.md").read_text()
+    rows = {
+        f"| `{name}{'_total' if measure.kind == 'counter' else ''}` | {measure.kind} | {measure.text} |"
+        for name, measure in MEASURES.items()
+    }
+    assert not [row for row in rows if row not in page]
+    named = {line for line in page.splitlines() if re.match(r"\| `\S+` \| (counter|gauge|histogram) ", line)}
+    assert named == rows
