@@ -143,7 +143,7 @@ class DraftReplica:
             self._drafter.open(command.key, command.tokens, command.params, command.prompt)
         except (PoolExhausted, InvalidRequest) as error:
             logger.debug("session refused: %s", error)  # it will be tried again and again
-            self._state.refused(command.key)
+            self._state.refused(command.key, time.monotonic())
 
     def _commit(self, command: CommitTokens) -> None:
         started = time.monotonic()
@@ -152,7 +152,7 @@ class DraftReplica:
         except PoolExhausted as error:
             logger.debug("session dropped: %s", error)
             self._drafter.close(command.key)
-            self._state.refused(command.key)
+            self._state.refused(command.key, time.monotonic())
             self._forget(command.key)
             return
         if command.resend:

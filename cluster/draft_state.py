@@ -14,6 +14,7 @@ from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, S
 LEASE_S = 30.0  # a session that is neither committed nor renewed for this long ends
 MOST_TOLD = 128
 MAX_SESSIONS = 1024  # on one draft replica; more are refused silently, which costs their speed only
+REFUSED_S = 1.0  # so long nothing is said of a refused session: its prefix would come again with every commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class DraftState:
         self._most_told = most_told
         self._sessions: dict[tuple[int, int], _Session] = {}
         self._names: dict[int, tuple[int, int]] = {}  # key -> (stream, session id)
+        self._refused: dict[tuple[int, int], float] = {}  # until when
         self._unknown: dict[int, dict[int, None]] = {}  # by stream: session ids whose prefix is needed
         self._next_key = 0
 
@@ -81,17 +83,21 @@ class DraftState:
     def stream_closed(self, stream: int) -> list[Command]:
         """A target is gone: so are its sessions."""
         self._unknown.pop(stream, None)
+        self._refused = {name: until for name, until in self._refused.items() if name[0] != stream}
         gone = [name for name in self._sessions if name[0] == stream]
         return [command for name in gone for command in self._close(name)]
 
     def expire(self, now: float) -> list[Command]:
         """Ends the sessions whose lease ran out."""
+        self._refused = {name: until for name, until in self._refused.items() if now < until}
         gone = [name for name, held in self._sessions.items() if now - held.heard > LEASE_S]
         return [command for name in gone for command in self._close(name)]
 
-    def refused(self, key: int) -> None:
-        """The drafter has no room for a session: it is forgotten, its target decodes alone."""
-        self._sessions.pop(self._names.pop(key))
+    def refused(self, key: int, now: float) -> None:
+        """The drafter has no room for a session: it is forgotten, its target decodes alone; asked for again later."""
+        name = self._names.pop(key)
+        del self._sessions[name]
+        self._refused[name] = now + REFUSED_S
 
     # what the loop asks for
 
@@ -135,7 +141,10 @@ class DraftState:
     def _open(self, stream: int, message: Open, now: float) -> list[Command]:
         name = (stream, message.session)
         held = self._sessions.get(name)
-        if not message.tokens or (held is None and len(self._sessions) >= MAX_SESSIONS):
+        if not message.tokens or self._silent(name, now):
+            return []
+        if held is None and len(self._sessions) >= MAX_SESSIONS:
+            self._refused[name] = now + REFUSED_S
             return []
         if held is not None and _starts_with(held.tokens, message.tokens):
             held.heard = now
@@ -150,18 +159,18 @@ class DraftState:
     def _commit(self, stream: int, message: Commit, now: float) -> list[Command]:
         held = self._sessions.get((stream, message.session))
         if held is None:
-            self._need(stream, message.session)
+            self._need(stream, message.session, now)
             return []
         held.heard = now
         new = message.handle.length - len(held.tokens)
         if new <= 0 and held.chain.names(message.handle):
             return []  # late or doubled
         if new <= 0 or new > len(message.tokens):
-            self._need(stream, message.session)
+            self._need(stream, message.session, now)
             return []
         tokens = message.tokens[len(message.tokens) - new :]
         if not held.chain.try_extend(tokens, message.handle.digest):
-            self._need(stream, message.session)
+            self._need(stream, message.session, now)
             return []
         held.tokens.extend(tokens)
         return [CommitTokens(held.key, tokens, resend=not message.mirrored)]
@@ -170,19 +179,26 @@ class DraftState:
         for session in message.sessions:
             held = self._sessions.get((stream, session))
             if held is None:
-                self._need(stream, session)
+                self._need(stream, session, now)
             else:
                 held.heard = now
         return []
 
     def _close(self, name: tuple[int, int]) -> list[Command]:
+        self._refused.pop(name, None)
         held = self._sessions.pop(name, None)
         if held is None:
             return []
         del self._names[held.key]
         return [CloseSession(held.key)]
 
-    def _need(self, stream: int, session: int) -> None:
+    def _silent(self, name: tuple[int, int], now: float) -> bool:
+        """Whether a session was refused a moment ago."""
+        return now < self._refused.get(name, now)
+
+    def _need(self, stream: int, session: int, now: float) -> None:
+        if self._silent((stream, session), now):
+            return
         if len(self._unknown.setdefault(stream, {})) < MAX_SESSIONS:
             self._unknown[stream][session] = None
 

@@ -1,5 +1,6 @@
 """The drafts that a target is linked to: their messages in and out, between two steps. Nothing in it waits."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -9,7 +10,9 @@ from cluster.loop import Loop
 from cluster.rest import Rest
 from cluster.target_state import TargetState
 from cluster.trace import Trace
-from engine.types import Commit, Down, Growth, Up
+from engine.types import Commit, Down, Growth, Open, Up
+
+logger = logging.getLogger(__name__)
 
 
 class LinkedDrafts:
@@ -106,10 +109,23 @@ class LinkedDrafts:
         """Everything that there is to say goes out."""
         for draft, messages in self._state.take_messages().items():
             started = time.monotonic()
-            self._links[draft].send(messages)
+            self._tell(self._links[draft], messages)
             commits = sum(isinstance(message, Commit) for message in messages)
             if commits:
                 self._trace.add("commit", started, commits)
+
+    def _tell(self, link: Link[Down, Up], messages: list[Down]) -> None:
+        """Sends what can be sent. A session that no bytes may carry, as with too long a prefix, goes without drafts."""
+        try:
+            link.send(messages)
+        except ValueError:  # nothing was sent
+            for message in messages:
+                try:
+                    link.send([message])
+                except ValueError as error:
+                    logger.warning("a session goes without drafts: %s", error)
+                    if isinstance(message, (Open, Commit)):
+                        self._state.no_draft_takes(message.session)
 
     def close(self) -> None:
         """Ends all links."""

@@ -16,6 +16,7 @@ from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, S
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
 MIRROR_NODES = 512
+_MOST_ASKED = 8  # a draft that asks for a prefix and never grows anything is told it after 2, 4... 256 tokens more
 SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
 
 
@@ -42,6 +43,9 @@ class _Session:
     alone: bool  # nobody guesses for it
     begun: int  # tokens that it was opened with
     draft: int | None = None
+    opening: bool = False  # the draft gets its prefix with the next messages
+    again: int = 0  # tokens that it must have before the draft may ask for its prefix again
+    asked: int = 0  # how often the draft did, since growth fitted
 
 
 class TargetState:
@@ -143,6 +147,11 @@ class TargetState:
             self.counters.healed += not hit
         return held.mirror.size > 1
 
+    def no_draft_takes(self, session: int) -> None:
+        """Nothing can be told of a session, which may have ended: no draft gets it."""
+        if held := self._sessions.get(session):
+            held.alone, held.draft = True, None
+
     def session_closed(self, session: int) -> None:
         """A sequence ended."""
         held = self._sessions.pop(session)
@@ -157,8 +166,10 @@ class TargetState:
         if isinstance(message, NeedPrefix):
             for session in message.sessions:
                 held = self._sessions.get(session)
-                if held is not None and held.draft == draft:
+                if held is not None and held.draft == draft and not held.opening and len(held.tokens) >= held.again:
                     self.counters.reopened += 1
+                    held.again = len(held.tokens) + (1 << min(held.asked, _MOST_ASKED))
+                    held.asked += 1
                     self._open(session, held)
         else:
             self.counters.dropped += not self._graft(message)
@@ -191,8 +202,11 @@ class TargetState:
     def take_messages(self) -> dict[int, list[Down]]:
         """The messages for each draft since the last call."""
         taken = {draft: messages for draft, messages in self._drafts.items() if messages}
-        for draft in taken:
+        for draft, messages in taken.items():
             self._drafts[draft] = []
+            for message in messages:
+                if isinstance(message, Open) and message.session in self._sessions:
+                    self._sessions[message.session].opening = False
         return taken
 
     def check(self) -> None:
@@ -222,10 +236,12 @@ class TargetState:
                     loads[other.draft] += 1
             held.draft = min(loads, key=lambda draft: loads[draft])
             self.counters.attached += 1
+            held.again = held.asked = 0
             self._open(session, held)
 
     def _open(self, session: int, held: _Session) -> None:
         assert held.draft is not None
+        held.opening = True
         self._drafts[held.draft].append(Open(session, tuple(held.tokens), held.params, held.prompt))
 
     def _graft(self, growth: Growth) -> bool:
@@ -233,7 +249,11 @@ class TargetState:
         held = self._sessions.get(growth.session)
         if held is None or not held.chain.names(growth.base) or not all_known(growth.tokens, self._vocab_size):
             return False
+        if len(held.tokens) - growth.base.length > len(growth.tokens):
+            return False  # it ends before the root
         committed = held.tokens[growth.base.length :]
         grafted = held.mirror.graft(committed, growth.parents, growth.tokens, growth.confidences)
         self.counters.grown += grafted
+        if grafted:
+            held.again = held.asked = 0
         return grafted > 0

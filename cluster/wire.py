@@ -15,13 +15,12 @@ from google.protobuf.message import DecodeError
 from cluster.pb import draft_pb2 as pb
 from cluster.wire_sampling import WireError, decode_sampling, encode_sampling, require
 from engine.compiled import compiled
-from engine.types import Close, Commit, Down, Growth, IntArray, KVHandle, NeedPrefix, Open, Renew, Up
+from engine.types import MAX_TOKEN_ID, Close, Commit, Down, Growth, IntArray, KVHandle, NeedPrefix, Open, Renew, Up
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_SESSIONS = 4096  # in one message
 MAX_NODES = 65_536  # tree nodes in one message
 MAX_PREFIX_TOKENS = 1_048_576
-MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 in every array behind this file
 DIGEST_BYTES = 16
 
 _T = TypeVar("_T")

@@ -5,11 +5,9 @@ from itertools import islice
 from typing import cast
 
 from cluster.pb import draft_pb2 as pb
-from engine.types import Grammar, GrammarKind, SamplingParams
+from engine.types import MAX_BAD_TOKENS, MAX_STOP_TOKENS, Grammar, GrammarKind, SamplingParams
 
 _MAX_TOP_K = 2**32 - 1  # what the field holds; more is no limit either
-_MAX_STOP_TOKENS = 4096
-_MAX_BAD_TOKENS = 65_536
 
 
 class WireError(ValueError):
@@ -23,9 +21,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:
-    """Raises WireError for parameters beyond the limits, ValueError for a number that its field cannot hold."""
-    require(len(params.stop_token_ids) <= _MAX_STOP_TOKENS, f"over {_MAX_STOP_TOKENS} stop tokens")
-    require(sum(map(len, params.bad_words)) <= _MAX_BAD_TOKENS, f"bad words of over {_MAX_BAD_TOKENS} tokens")
+    """Raises ValueError for a number that its field cannot hold."""
     grammar = params.grammar
     return pb.Sampling(
         temperature=params.temperature,
@@ -49,8 +45,8 @@ def encode_sampling(params: SamplingParams) -> pb.Sampling:
 
 def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
     """Raises WireError for what no target would send."""
-    require(len(sampling.stop_tokens) <= _MAX_STOP_TOKENS, f"over {_MAX_STOP_TOKENS} stop tokens")
-    require(len(sampling.bad_words) <= _MAX_BAD_TOKENS, f"bad words of over {_MAX_BAD_TOKENS} tokens")
+    require(len(sampling.stop_tokens) <= MAX_STOP_TOKENS, f"over {MAX_STOP_TOKENS} stop tokens")
+    require(len(sampling.bad_words) <= MAX_BAD_TOKENS, f"bad words of over {MAX_BAD_TOKENS} tokens")
     require(len(sampling.bias_tokens) == len(sampling.biases), "as many biases as tokens are needed")
     require(sum(sampling.bad_word_lengths) == len(sampling.bad_words), "the lengths do not add up to the bad words")
     try:

@@ -205,7 +205,6 @@ def make_requests(
     params = _params(fields, model.tokenizer, limit, seed)
     check_window(fields.window)
     documents = document_tokens(fields.documents, model)
-    require(all(token >= 0 for token in params.stop_token_ids), "stop_token_ids", "token ids must not be negative")
     check_known(params, model.vocab_size)
     if params.grammar is not None:
         _check_grammar(params.grammar, model, trusted)

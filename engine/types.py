@@ -22,6 +22,9 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens of one request
 MAX_BAD_WORDS = 1024
+MAX_BAD_TOKENS = 65_536  # of all bad words together
+MAX_STOP_TOKENS = 4096
+MAX_TOKEN_ID = 2**31 - 1  # whatever the vocabulary: token ids are int32 in arrays
 MAX_LOGPROBS = 20
 MAX_GRAMMAR = 100_000  # characters
 MAX_STOP_STRINGS = 4
@@ -103,6 +106,11 @@ class SamplingParams:
         require(unique, "logit_bias", "one bias for each token")
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
         require(all(self.bad_words), "bad_words", "words must not be empty")
+        bad = sum(map(len, self.bad_words))
+        require(bad <= MAX_BAD_TOKENS, "bad_words", f"at most {MAX_BAD_TOKENS} tokens together, not {bad}")
+        require(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} of them")
+        known = all(0 <= token <= MAX_TOKEN_ID for token in self.stop_token_ids)
+        require(known, "stop_token_ids", f"token ids are between 0 and {MAX_TOKEN_ID}")
         require(not (self.grammar and self.ignore_eos), "ignore_eos", "a grammar says where the output ends")
         in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
         require(in_range, "logprobs", f"must be between 0 and {MAX_LOGPROBS}")

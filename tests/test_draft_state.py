@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import draft_state
-from cluster.draft_state import LEASE_S, MOST_TOLD, CloseSession, CommitTokens, DraftState, OpenSession, resend
+from cluster.draft_state import (
+    LEASE_S,
+    MOST_TOLD,
+    REFUSED_S,
+    CloseSession,
+    CommitTokens,
+    DraftState,
+    OpenSession,
+    resend,
+)
 from cluster.faulty_link import nonsense
 from engine.prefix import HandleChain
 from engine.tree import TokenTree
@@ -113,16 +122,22 @@ def test_sessions_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     state.received(A, Renew((10, 11, 12)), 0.0)
     assert state.questions(A) == [NeedPrefix((10, 11))]
     state.received(A, Close((7,)), 0.0)
-    assert len(state.received(A, Open(9, (1,), PARAMS), 0.0)) == 1
+    assert state.received(A, Open(9, (1,), PARAMS), 0.5 * REFUSED_S) == []
+    assert len(state.received(A, Open(9, (1,), PARAMS), REFUSED_S)) == 1
 
 
-def test_a_refused_session_is_unknown_again() -> None:
+def test_a_refused_session_is_unknown_again_after_a_while() -> None:
     state = opened(7)
-    state.refused(0)
+    state.refused(0, now=1.0)
     state.check()
     assert state.growth(0, TokenTree(3)) is None
-    assert state.received(A, commit(7, [1, 2, 3, 4], 1), 0.0) == []
+    for now in (1.0, 1.0 + 0.9 * REFUSED_S):  # its prefix is no use so soon
+        assert state.received(A, commit(7, [1, 2, 3, 4], 1), now) == []
+        assert state.questions(A) == []
+        assert state.received(A, Open(7, (1, 2, 3, 4), PARAMS), now) == []
+    assert state.received(A, commit(7, [1, 2, 3, 4, 5], 1), 1.0 + REFUSED_S) == []
     assert state.questions(A) == [NeedPrefix((7,))]
+    assert len(state.received(A, Open(7, (1, 2, 3, 4, 5), PARAMS), 1.0 + REFUSED_S)) == 1
 
 
 def test_only_the_best_nodes_are_told_and_the_others_when_they_are_among_them() -> None:
@@ -181,7 +196,7 @@ def test_any_messages_leave_a_consistent_state(events: list[tuple[int, Down, Ran
         if kind == "r" and side.drafter.tokens:
             key = random.choice(list(side.drafter.tokens))
             side.drafter.close(key)
-            side.state.refused(key)
+            side.state.refused(key, now)
         elif kind == "c":
             side.apply(side.state.stream_closed(stream))
         elif kind == "x":

@@ -19,7 +19,7 @@ from engine.grammar import Vocabulary
 from engine.noise import derive_seed
 from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
-from engine.types import GenerationRequest, Grammar, InvalidRequest, SamplingParams
+from engine.types import MAX_TOKEN_ID, GenerationRequest, Grammar, InvalidRequest, SamplingParams
 from engine.windows import FixedTree
 from tests import exact
 from tests.exact import Tokens, audit
@@ -302,7 +302,7 @@ def test_what_needs_a_tokenizer_or_a_larger_vocabulary_is_refused(target: ModelR
 
 
 def test_a_stop_token_that_does_not_exist_never_comes(target: ModelRunner, prompts: list[Tokens]) -> None:
-    for stop in (SIZE, 10**9, -1):
+    for stop in (SIZE, 10**9, MAX_TOKEN_ID):
         params = SamplingParams(max_tokens=6, min_tokens=4, stop_token_ids=(stop,))
         [generation] = decode(target, [GenerationRequest("", prompts[0], params)])
         assert len(generation.tokens) == 6

@@ -167,6 +167,51 @@ def test_a_prefix_is_sent_again_to_the_draft_that_has_the_session() -> None:
     assert state.counters.reopened == 1
 
 
+def test_a_prefix_is_sent_once_however_often_a_message_asks_for_it() -> None:
+    state = state_with(A)
+    session = state.session_opened(PROMPT, PARAMS)
+    state.received(A, NeedPrefix((session,)))  # it is on its way
+    assert state.take_messages() == {A: [Open(session, PROMPT, PARAMS, len(PROMPT))]}
+    state.received(A, NeedPrefix((session,) * 4096))
+    assert len(state.take_messages()[A]) == 1
+
+
+def test_a_draft_that_asks_for_ever_is_told_more_and_more_seldom() -> None:
+    state = state_with(A)
+    session = state.session_opened(PROMPT, PARAMS)
+    told = []
+    for step in range(40):
+        told += [step for message in state.take_messages()[A] if isinstance(message, Open)]
+        state.tokens_committed(session, (4,))
+        state.received(A, NeedPrefix((session,)))
+    assert told == [0, 1, 2, 4, 8, 16, 32]
+    assert (
+        state.received(A, growth(session, handle(*state.tokens(session)), (-1, 5, 0.5))) is None
+    )  # it does grow something
+    state.received(A, NeedPrefix((session,)))
+    assert any(isinstance(message, Open) for message in state.take_messages()[A])
+
+
+def test_growth_that_ends_before_the_root_is_dropped_unread() -> None:
+    state = state_with(A)
+    session = state.session_opened(PROMPT, PARAMS)
+    state.tokens_committed(session, (4, 5, 6))
+    state.received(A, growth(session, handle(*PROMPT), (-1, 4, 0.5), (0, 5, 0.5)))
+    assert (state.counters.dropped, state.mirror(session).size) == (1, 1)
+
+
+def test_a_session_of_which_nothing_can_be_told_goes_without_drafts() -> None:
+    state = state_with(A)
+    session = state.session_opened(PROMPT, PARAMS)
+    state.take_messages()
+    state.no_draft_takes(session)
+    state.no_draft_takes(99)
+    state.tokens_committed(session, (4,))
+    state.draft_joined(B)
+    assert state.take_messages() == {}
+    state.session_closed(session)
+
+
 def test_sessions_go_to_the_draft_with_the_fewest() -> None:
     state = state_with(A, B)
     sessions = [state.session_opened(PROMPT, PARAMS) for _ in range(4)]

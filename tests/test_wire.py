@@ -13,13 +13,26 @@ from cluster import wire
 from cluster.pb import draft_pb2 as pb
 from cluster.wire import decode_down, decode_up, encode_down, encode_up
 from cluster.wire_sampling import WireError
-from engine.types import Close, Commit, Down, Grammar, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
+from engine.types import (
+    MAX_TOKEN_ID,
+    Close,
+    Commit,
+    Down,
+    Grammar,
+    Growth,
+    KVHandle,
+    NeedPrefix,
+    Open,
+    Renew,
+    SamplingParams,
+    Up,
+)
 
 DIGEST = bytes(range(16))
 
 session_ids = st.integers(0, 2**64 - 1)
 session_tuples = st.lists(session_ids, max_size=5).map(tuple)
-token_tuples = st.lists(st.integers(0, wire.MAX_TOKEN_ID), max_size=6).map(tuple)
+token_tuples = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=6).map(tuple)
 handles = st.builds(KVHandle, st.integers(6, wire.MAX_PREFIX_TOKENS), st.binary(min_size=16, max_size=16))
 params = st.builds(
     SamplingParams,

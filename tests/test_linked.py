@@ -1,0 +1,36 @@
+"""What can't be told to a draft costs its session the draft, and nobody anything else."""
+
+import pytest
+
+from cluster import wire
+from cluster.draft import DraftReplica
+from cluster.link import memory_link
+from cluster.target import TargetReplica
+from engine.drafters.model import ModelDrafter
+from engine.runner import ModelRunner
+from tests import exact
+from tests.exact import Tokens
+from tests.cluster_fixtures import PATIENCE_S
+
+TOKENS = 32
+
+
+def test_a_prefix_too_long_for_any_message_goes_without_drafts(
+    target: ModelRunner, draft: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = sorted(prompts[:8], key=len)[:: len(prompts[:8]) - 1]
+    requests = exact.make_requests([short, long], 0.0, TOKENS)
+    expected = [each.tokens for each in exact.run(target, requests, batch=1)]
+    monkeypatch.setattr(wire, "MAX_PREFIX_TOKENS", len(short) + TOKENS)
+    assert len(long) > wire.MAX_PREFIX_TOKENS
+    replica, drafting = TargetReplica(target, exact.goodput()), DraftReplica(ModelDrafter(draft))
+    ours, theirs = memory_link()
+    drafting.add_link(theirs)
+    replica.add_link(ours)
+    helped, alone = exact.serve(replica, requests)
+    assert [helped.tokens, alone.tokens] == expected
+    assert helped.accepted > 0 == alone.accepted
+    assert replica.wait_idle(PATIENCE_S)
+    replica.check()
+    replica.close()
+    drafting.close()
