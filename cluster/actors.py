@@ -108,7 +108,7 @@ class TargetActor:
         if request.params.grammar is not None:
             await asyncio.to_thread(self._replica.check_request, request)  # compiles it, which others need not wait for
         if request.documents:
-            await asyncio.to_thread(self._replica.submit, request, chunks.put)  # makes an index of them
+            await self._submit_aside(request, chunks)  # makes an index of them
         else:
             self._replica.submit(request, chunks.put)
         finished = False
@@ -123,6 +123,15 @@ class TargetActor:
         finally:
             if not finished:
                 self._replica.cancel(request.request_id)
+
+    async def _submit_aside(self, request: GenerationRequest, chunks: ChunkQueue) -> None:
+        """Submits on another thread. It can't be stopped there: where nobody waits any more, the request ends after it."""
+        submitting = asyncio.create_task(asyncio.to_thread(self._replica.submit, request, chunks.put))
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(lambda _: self._replica.cancel(request.request_id))
+            raise
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within one step."""
@@ -181,10 +190,13 @@ class TargetActor:
         known: set[str] = set()
         while works(self._replica) and not self._closing.is_set():
             before = known
-            if self._speculate:
-                known = self._link_to_new(before)
-            else:
-                self._links.drop()
+            try:
+                if self._speculate:
+                    known = self._link_to_new(before)
+                else:
+                    self._links.drop()
+            except Exception:  # whatever it is: who watches the replica must not end before it
+                logger.exception("drafts could not be linked")
             self._closing.wait(_LOOK_EVERY_S if known and known == before else _LOOK_SOON_S)
         if not self._closing.is_set():
             _give_up()

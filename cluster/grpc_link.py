@@ -40,7 +40,11 @@ def connect(address: str, timeout_s: float, options: LinkOptions | None = None) 
     deadline = time.monotonic() + timeout_s
     connected = _dial(address, deadline)
     if connected is not None:
-        client = _Client(connected, address, options or LinkOptions())
+        try:
+            client = _Client(connected, address, options or LinkOptions())
+        except (OSError, RuntimeError) as error:  # no file can be opened, or no thread started
+            connected.close()
+            raise LinkError(f"cannot connect to the draft at {address}: {error}") from error
         if client.settled.wait(max(0.0, deadline - time.monotonic())) and client.accepted:
             return ClientLink(client.outgoing, client.incoming, client.connection)
         reason = client.reason  # closing gives another

@@ -52,7 +52,7 @@ class _Client:
         self._call = method(iter(self._outgoing.take, None), wait_for_ready=True)
         self._settled = threading.Event()  # accepted, or failed for good
         self._accepted = False
-        self._reader = threading.Thread(target=self._read, name="paceline-target-reader")
+        self._reader = threading.Thread(target=self._read, name="paceline-target-reader", daemon=True)
         self._reader.start()
 
     def open(self, timeout_s: float) -> Link[Down, Up]:

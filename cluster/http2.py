@@ -114,10 +114,15 @@ class Connection:
         self._h2.increment_flow_control_window(_WINDOW)
 
     def start(self) -> None:
-        """Begins to read. A handler may hear of `lost` from here on."""
+        """Begins to read. A handler may hear of `lost` from here on. Raises RuntimeError where no thread can be started."""
         with self._lock:
             self._write()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be had: nothing was begun
+            self._closing = self._gone = True
+            os.close(self._wakes)
+            raise
 
     def request(self, path: str, authority: str) -> int:
         """Opens a stream, before `start`; its number."""
@@ -135,8 +140,11 @@ class Connection:
         with self._lock:
             held = self._streams.get(stream)
             if held is not None and not self._closing:
+                try:
+                    self._h2.send_headers(stream, [*_ACCEPTED, *headers])
+                except ProtocolError:  # the other end has reset it, which is told next
+                    return
                 held.speaks, held.most_bytes = True, most_bytes
-                self._h2.send_headers(stream, [*_ACCEPTED, *headers])
                 self._write()
 
     def refuse(self, stream: int, status: int, details: str) -> None:

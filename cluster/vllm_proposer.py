@@ -94,8 +94,11 @@ class RemoteProposer:
             threading.Thread(target=failed.close, name="paceline-close", daemon=True).start()  # no step waits for that
             return [[] for _ in sampled_token_ids]
 
-    def follow(self, addresses: Sequence[str]) -> dict[str, int]:
-        """From now on drafts come from these services; how many are linked, and what cluster.target_state.Counters hold."""
+    def follow(self, addresses: Sequence[str] | None) -> dict[str, int]:
+        """From now on drafts come from these services; how many are linked, and what cluster.target_state.Counters hold.
+
+        Links to others stay as long as those live; None: all links end.
+        """
         if self._proposals is None:
             return {}
         return self._proposals.follow(addresses)
@@ -114,10 +117,10 @@ class WorkerAccess:
 
     model_runner: Any
 
-    def paceline_follow(self, addresses: list[str]) -> dict[str, int]:
-        """See RemoteProposer.follow."""
-        proposer: RemoteProposer = self.model_runner.drafter
-        return proposer.follow(addresses)
+    def paceline_follow(self, addresses: list[str] | None) -> dict[str, int]:
+        """See RemoteProposer.follow. Nothing where no drafter is: of pipeline-parallel stages, all but the last."""
+        proposer: RemoteProposer | None = getattr(self.model_runner, "drafter", None)
+        return proposer.follow(addresses) if proposer is not None else {}
 
     def paceline_times(self) -> list[tuple[float, float]]:
         """See RemoteProposer.take_times."""
@@ -143,7 +146,7 @@ class Proposals:
     def __init__(self, options: ProposerOptions) -> None:
         """Connects in the background, again and again as services come and go."""
         self._options = options
-        self._addresses = options.addresses
+        self._addresses: Sequence[str] | None = options.addresses
         self.times: deque[tuple[float, float]] = deque(maxlen=_TIMES)  # see RemoteProposer.take_times
         self._state = TargetState(options.vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._sessions = ContentSessions(self._state)
@@ -181,9 +184,9 @@ class Proposals:
         self.times.append((time.monotonic() - started, waited_s))
         return proposals
 
-    def follow(self, addresses: Sequence[str]) -> dict[str, int]:
+    def follow(self, addresses: Sequence[str] | None) -> dict[str, int]:
         """See RemoteProposer.follow."""
-        self._addresses = tuple(addresses)
+        self._addresses = tuple(addresses) if addresses is not None else None
         with self._changed:
             return {"drafts": self.drafts, **asdict(self._state.counters)}
 
@@ -255,9 +258,11 @@ class Proposals:
 
     def _keep_connected(self) -> None:
         while not self._closing.is_set():
-            for address in self._connected.keys() - set(self._addresses):
-                self._connected.pop(address).close()  # its sessions turn to others
-            for address in self._addresses:
+            addresses = self._addresses
+            for address in self._connected.keys() - set(addresses or ()):
+                if addresses is None or not self._connected[address].alive:
+                    self._connected.pop(address).close()  # its sessions turn to others
+            for address in addresses or ():
                 held = self._connected.get(address)
                 if self._closing.is_set() or (held is not None and held.alive):
                     continue

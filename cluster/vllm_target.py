@@ -151,21 +151,23 @@ class VllmTarget:
 
     def drop(self) -> None:
         """See cluster.engines.Links."""
-        self._tell([])
+        self._tell(None)
 
     def round_trips_s(self) -> list[float]:
         """None: they are not known here."""
         return []
 
-    def _tell(self, addresses: list[str]) -> None:
+    def _tell(self, addresses: list[str] | None) -> None:
         if not self._drafted or not self.alive:
             return
+        telling = self._run(self._engine.collective_rpc("paceline_follow", _RPC_TIMEOUT_S, (addresses,)))
         try:
-            answers = self._run(self._engine.collective_rpc("paceline_follow", _RPC_TIMEOUT_S, (addresses,))).result()
+            answers = telling.result(_RPC_TIMEOUT_S + 1)  # its own limit counts from when vLLM comes to it
         except Exception as error:  # noqa: BLE001  whether vLLM lives is seen elsewhere; it is told again soon
+            telling.cancel()
             logger.info("vLLM could not be told of its drafts: %s", error)
             return
-        self._proposer = answers[0]  # of tensor-parallel ranks, the first one drafts
+        self._proposer = next(filter(None, answers), {})  # of all ranks, one drafts
 
     # on the loop's thread
 

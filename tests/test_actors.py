@@ -21,10 +21,12 @@ from cluster import chunk_queue
 from cluster.actors import TargetActor, TargetConfig, works
 from cluster.draft import DraftReplica, DraftStats
 from cluster.drafters import DraftConfig
+from cluster.intake import Sink
 from cluster.local import LocalCluster
 from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
 from engine.decode import decode
+from engine.drafters.retrieval import Documents
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, InvalidRequest, TokenChunk
 from tests import exact
@@ -217,6 +219,46 @@ def test_a_reader_that_falls_behind_loses_its_stream_alone(
     tokens = [token for chunk in chunks for token in chunk.tokens]
     assert 3 <= len(tokens) < 200
     assert tokens[:TOKENS] == expected[0][: len(tokens)]
+    replica.check()
+    replica.close()
+
+
+def test_who_leaves_while_documents_are_read_leaves_nothing_behind(
+    target: ModelRunner, case: Callable[[float], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, _ = case(0.0)
+    replica = TargetReplica(target, exact.goodput())
+    actor = TargetActor.__new__(TargetActor)  # without Ray
+    actor._replica = replica
+    reading, left, submitted = threading.Event(), threading.Event(), threading.Event()
+    read, submit = Documents.__init__, replica.submit
+
+    def read_slowly(self: Documents, texts: Sequence[Sequence[int]]) -> None:
+        reading.set()
+        assert left.wait(PATIENCE_S)
+        read(self, texts)
+
+    def submit_and_say(request: GenerationRequest, sink: Sink) -> None:
+        submit(request, sink)
+        submitted.set()
+
+    monkeypatch.setattr(Documents, "__init__", read_slowly)
+    monkeypatch.setattr(replica, "submit", submit_and_say)
+
+    async def leave() -> None:
+        long = replace(requests[0].params, max_tokens=900)
+        stream = actor.generate(replace(requests[0], params=long, documents=((1, 2, 3),)))
+        asking = asyncio.ensure_future(anext(stream))
+        assert await asyncio.to_thread(reading.wait, PATIENCE_S)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        left.set()
+        assert await asyncio.to_thread(submitted.wait, PATIENCE_S)
+        assert await asyncio.to_thread(replica.wait_idle, PATIENCE_S)
+
+    asyncio.run(leave())
+    assert replica.stats().tokens < 900
     replica.check()
     replica.close()
 

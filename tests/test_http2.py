@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from h2.config import H2Configuration
+from h2.connection import H2Connection
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +19,9 @@ from cluster import http2
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.http2 import Connection, Headers
-from cluster.link import Link, Pipe
+from cluster.link import Link, LinkError, Pipe
 from cluster.speculate import PATH, SERVICE, LinkOptions
+from cluster.wire import encode_down
 from engine.types import Close, Down, NeedPrefix, Open, SamplingParams, Up
 from tests.cluster_fixtures import until
 
@@ -326,3 +329,35 @@ def test_two_ends_of_a_connection() -> None:
     assert isinstance(client.outgoing(stream), Pipe)
     for each in (client, server):
         each.close()
+
+
+def test_a_stream_that_is_asked_for_and_reset_at_once_leaves_the_others_alone(draft: Draft) -> None:
+    """Both frames come in one read: by the time that the server would accept the stream, it is gone."""
+    client = H2Connection(H2Configuration(client_side=True))
+    client.initiate_connection()
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", PATH), (":authority", draft.server.address)]
+    with socket.create_connection((draft.host, draft.port)) as connected:
+        client.send_headers(1, headers)
+        connected.sendall(client.data_to_send())
+        kept = draft.links.get(timeout=PATIENCE_S)
+        client.send_headers(3, headers)
+        client.reset_stream(3)
+        connected.sendall(client.data_to_send())
+        gone = draft.links.get(timeout=PATIENCE_S)
+        assert gone.wait(PATIENCE_S)
+        assert not gone.alive
+        (frame,) = encode_down([Close((7,))])
+        client.send_data(1, b"\0" + len(frame).to_bytes(4) + frame)
+        connected.sendall(client.data_to_send())
+        assert collected(kept, 1) == [Close((7,))]
+        assert kept.alive
+
+
+def test_a_thread_that_can_not_be_had_is_no_link(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, pytest.raises(LinkError, match="can't start new thread"):
+        patched.setattr(threading.Thread, "start", fail)
+        connect(draft.server.address, PATIENCE_S)
+    connect(draft.server.address, PATIENCE_S).close()

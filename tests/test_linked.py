@@ -9,8 +9,8 @@ from cluster.target import TargetReplica
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from tests import exact
-from tests.exact import Tokens
 from tests.cluster_fixtures import PATIENCE_S
+from tests.exact import Tokens
 
 TOKENS = 32
 
