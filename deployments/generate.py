@@ -133,9 +133,12 @@ def _chunk(request_id: str, outcome: Outcome) -> TokenChunk:
     )
 
 
-def texts(chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerFast, params: SamplingParams) -> Iterator[str]:
-    """The text of a stream, piece by piece, up to the first stop string; raises GenerationFailed."""
-    text = OutputText(tokenizer, params.stop, params.min_tokens)
+def texts(
+    chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerFast, request: GenerationRequest
+) -> Iterator[str]:
+    """The text of a request's stream, piece by piece, up to the first stop string; raises GenerationFailed."""
+    params = request.params
+    text = OutputText(tokenizer, params.stop, params.min_tokens, request.prompt)
     for chunk in chunks:
         yield "".join(text.push(token) for token in chunk.tokens)
         if chunk.finish_reason == "error":
@@ -151,7 +154,7 @@ def print_text(
     with errors.status("starting") as status:
         engine = start(mode, pair, lambda text: status.update(text))
     with closing(engine), closing(engine.stream(request)) as chunks:
-        for text in texts(chunks, tokenizer, request.params):
+        for text in texts(chunks, tokenizer, request):
             sys.stdout.write(text)
             sys.stdout.flush()
         sys.stdout.write("\n")

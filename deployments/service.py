@@ -180,7 +180,8 @@ class Service:
         """
         seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         deadline = asyncio.get_running_loop().time() + seconds
-        output = _Output(request, OutputText(model.tokenizer, request.params.stop, request.params.min_tokens))
+        params = request.params
+        output = _Output(request, OutputText(model.tokenizer, params.stop, params.min_tokens, request.prompt))
         failures = 0
         while True:
             held = len(output.tokens)

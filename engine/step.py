@@ -55,7 +55,7 @@ class Sequence:
         )
         self._text: OutputText | None = None
         if params.stop and vocabulary is not None:
-            self._text = OutputText(vocabulary.tokenizer, params.stop, params.min_tokens)
+            self._text = OutputText(vocabulary.tokenizer, params.stop, params.min_tokens, request.prompt)
         self.lease = self._first_lease(runner.pool)  # last: nothing below may refuse the request
         for token in request.resume_tokens:
             self._check_end(token)

@@ -1,10 +1,15 @@
 """Tokens to text and back: loading a tokenizer, incremental detokenising, stop strings."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+_BEFORE = 6  # tokens that say how a text begins behind them
+_BYTES = 8  # tokens without text that may yet become some: a character has at most four bytes
+_UNFINISHED = "\ufffd"  # what decoders make of a part of a character
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
@@ -26,16 +31,63 @@ def word_tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> tup
     return tuple(dict.fromkeys(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in spellings))
 
 
-class TextStream:
-    """Text of a token stream, piece by piece: bytes of an unfinished character wait for the rest of it."""
+@lru_cache(maxsize=32)
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """The ids that decoding leaves out."""
+    return frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+
+class TextStream:
+    """Text of a token stream, piece by piece: bytes of an unfinished character wait for the rest of it.
+
+    Those that nothing can complete any more become U+FFFD.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, before: Sequence[int] = (), special: bool = False) -> None:
+        """before: the tokens that the stream goes on behind: they say whether a space at its beginning is one.
+
+        special: special tokens are text too.
+        """
         self._tokenizer = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skipped = frozenset[int]() if special else special_tokens(tokenizer)
+        self._skips = not special
+        self._whole: list[int] = []  # some of the last tokens whose text is one
+        self._pending: list[int] = []  # since the last text
+        self._begin(list(before[-_BEFORE:]))
 
     def push(self, token: int) -> str:
         """The text that this token completes, often empty or several characters."""
-        return self._stream.step(self._tokenizer, token) or ""
+        if token in self._skipped:  # the stream would keep it, and decode it again and again
+            return ""
+        self._pending.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except Exception:  # noqa: BLE001  of tokenizers' own: what came is no beginning of what it makes of it now
+            return self._give_up()
+        if text:
+            self._whole, self._pending = self._pending, []
+            return str(text)
+        return self._give_up() if len(self._pending) > _BYTES else ""
+
+    def _give_up(self) -> str:
+        """What is pending as it is; the stream begins anew behind it."""
+        pending = self._pending.copy()
+        self._pending.clear()
+        text = self._decode(pending)
+        if text.endswith(_UNFINISHED) and 1 < len(pending) <= _BYTES:  # the last one may be a beginning
+            self._begin([])
+            return self._decode(pending[:-1]) + self.push(pending[-1])
+        self._begin(pending)
+        return text
+
+    def _begin(self, before: list[int]) -> None:
+        text = self._decode(before)
+        if text and not text.endswith(_UNFINISHED):
+            self._whole = before
+        self._stream = DecodeStream(ids=self._whole, skip_special_tokens=self._skips)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips))
 
 
 class StopStrings:
@@ -76,8 +128,15 @@ class StopStrings:
 class OutputText:
     """The text of an output, token by token, up to its first stop string; stop strings begin at `min_tokens` at earliest."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...], min_tokens: int = 0) -> None:
-        self._stream, self._stops = TextStream(tokenizer), StopStrings(stops)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stops: tuple[str, ...],
+        min_tokens: int = 0,
+        before: Sequence[int] = (),
+    ) -> None:
+        """before: the prompt, see TextStream."""
+        self._stream, self._stops = TextStream(tokenizer, before), StopStrings(stops)
         self._free = max(0, min_tokens - 1)  # tokens to come in which no stop string counts
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine.text import StopStrings, TextStream, load_tokenizer
@@ -44,6 +45,43 @@ def test_random_tokens_never_fail_and_say_nothing_false(tokenizer: PreTrainedTok
         text, whole = "".join(streamed(tokenizer, tokens)), decoded(tokenizer, tokens)
         assert whole.startswith(text)
         assert set(whole[len(text) :]) <= {"\N{REPLACEMENT CHARACTER}"}
+
+
+@pytest.fixture(scope="module")
+def llamas() -> PreTrainedTokenizerFast:
+    """As Llama 2 and Mistral have it: spaces are a part of words, and bytes stand where no word does."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁you", "e", "€"]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def test_random_tokens_with_bytes_between_words_never_fail(llamas: PreTrainedTokenizerFast) -> None:
+    """A decoder of this kind takes back what it said, where a stray byte follows a character made of bytes."""
+    euro, stray, hello = [3 + 0xE2, 3 + 0x82, 3 + 0xAC], 3 + 0xC3, llamas.convert_tokens_to_ids("▁Hello")
+    assert "".join(streamed(llamas, [*euro, stray, hello, *euro])) == "€� Hello€"
+    rng = random.Random(0)
+    for _ in range(300):
+        tokens = [rng.choice([rng.randrange(len(llamas)), 3 + rng.randrange(128, 256)]) for _ in range(60)]
+        assert "".join(streamed(llamas, [*tokens, hello])).endswith(" Hello")
+
+
+def test_the_first_space_is_one_behind_other_text(llamas: PreTrainedTokenizerFast) -> None:
+    hello, you = llamas.convert_tokens_to_ids(["▁Hello", "▁you"])
+    assert TextStream(llamas).push(you) == "you"
+    assert TextStream(llamas, [hello]).push(you) == " you"
+    assert TextStream(llamas, [hello, 3 + 0xE2]).push(you) in ("you", " you")  # the text before is no whole one
+
+
+def test_what_gives_no_text_does_not_pile_up(
+    tokenizer: PreTrainedTokenizerFast, llamas: PreTrainedTokenizerFast
+) -> None:
+    for each, tokens in ((tokenizer, [0] * 50), (llamas, [2] * 50)):  # end tokens, as with ignore_eos
+        assert "".join(streamed(each, tokens)) == ""
+    said = "".join(streamed(llamas, [3 + 0xE2] * 50))
+    assert set(said) == {"�"}
+    assert len(said) > 40
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:

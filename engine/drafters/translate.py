@@ -8,17 +8,18 @@ Source: Timor et al. 2025 (https://arxiv.org/abs/2502.05202), and "universal ass
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from operator import mul
 
 import numpy as np
 from tokenizers import Encoding
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from engine import tree_loops as loops
 from engine.drafters import Drafter
 from engine.kv import PoolExhausted
+from engine.text import TextStream
 from engine.tree import ROOT, Moved, TokenTree
 from engine.types import SamplingParams
 
@@ -33,9 +34,9 @@ _UNFINISHED = "\ufffd"  # what decoders make of a part of a character
 class _Session:
     """The text of one sequence, and the part of it that the draft holds as a prefix."""
 
-    def __init__(self, root: int, greedy: bool, length: int) -> None:
+    def __init__(self, root: int, greedy: bool, length: int, stream: TextStream) -> None:
         self.tree = TokenTree(root, _GUESSES * length + 1, greedy)  # of the target's tokens
-        self.stream = DecodeStream(skip_special_tokens=False)
+        self.stream = stream
         self.whole = True  # the text ends with a whole character
         self.before = ""  # the last characters of the text that the draft holds
         self.text = ""  # what comes behind it
@@ -57,6 +58,7 @@ class OtherTokenizerDrafter:
         length: draft tokens of a guess.
         """
         self._inner = inner
+        self._stream = partial(TextStream, target_tokenizer, special=True)
         self._draft, self._target = draft_tokenizer.backend_tokenizer, target_tokenizer.backend_tokenizer
         self._length = length
         self._sessions: dict[int, _Session] = {}
@@ -64,7 +66,7 @@ class OtherTokenizerDrafter:
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
         self.close(session)
-        held = _Session(tokens[-1], params.temperature == 0, self._length)
+        held = _Session(tokens[-1], params.temperature == 0, self._length, self._stream())
         self._read(held, tokens)
         prefix = self._settle(held) or [0]  # a drafter needs a token; any does where there is no text yet
         self._inner.open(session, prefix, SamplingParams())
@@ -115,8 +117,8 @@ class OtherTokenizerDrafter:
     def _read(self, held: _Session, tokens: Sequence[int]) -> None:
         """Adds tokens' text."""
         for token in tokens:
-            piece = held.stream.step(self._target, token)
-            held.text += piece or ""
+            piece = held.stream.push(token)
+            held.text += piece
             held.whole = bool(piece)
 
     def _settle(self, held: _Session) -> list[int]:
