@@ -27,7 +27,7 @@ from engine.decode import Speculation, decode_steps
 from engine.runner import Dtype, ModelRunner
 from engine.step import Outcome
 from engine.text import OutputText, load_tokenizer
-from engine.types import GenerationRequest, Origin, SamplingParams, TokenChunk
+from engine.types import GenerationRequest, Origin, TokenChunk
 
 Mode = Literal["pipelined", "sequential", "plain"]
 Progress = Callable[[str], None]

@@ -64,8 +64,15 @@ def architecture(values: dict[str, Any]) -> str:
 
 
 def context_length(values: dict[str, Any]) -> int:
-    """Tokens that fit in a model's context, by its config.json."""
-    return int(values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize)
+    """Tokens that fit in a model's context, by its settings: those at which rotations don't depend on the text's length."""
+    known = values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize
+    for name in ("rope_parameters", "rope_scaling"):
+        rotations = values.get(name) or {}
+        for rotation in (rotations, *rotations.values()):  # one for all layers, or for every kind of them
+            if isinstance(rotation, dict) and (rotation.get("rope_type") or rotation.get("type")) in ("longrope", "su"):
+                first = rotation.get("original_max_position_embeddings")
+                known = min(known, first or values.get("original_max_position_embeddings") or known)
+    return int(known)
 
 
 def hidden_size(values: dict[str, Any]) -> int:
@@ -74,6 +81,11 @@ def hidden_size(values: dict[str, Any]) -> int:
     values = text if isinstance(text, dict) else values
     size = values.get("hidden_size") or values.get("n_embd")
     return size if isinstance(size, int) else 0
+
+
+def checkpoint_name(path: Path) -> str:
+    """What tells a checkpoint from others when training goes on: where it is, and what can be seen of it quickly."""
+    return f"{path.resolve()} {checkpoint_digest(path)}"
 
 
 def checkpoint_digest(path: Path) -> str:

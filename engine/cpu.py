@@ -143,10 +143,14 @@ def _can_block(weight: torch.Tensor) -> bool:
 
 
 def fits_half(weight: torch.Tensor) -> bool:
-    """Whether float16 holds a float32 weight, but for parts of it below 2^-25: too small to be seen in float32 sums."""
+    """Whether float16 holds a float32 weight, but for parts of it too small to be seen in float32 sums.
+
+    Those are below 2^-25, and far below the largest number of their row.
+    """
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
-    return bool(((weight - weight.half().float()).abs() <= 2.0**-25).all())
+    lost = (weight - weight.half().float()).abs().amax(-1)
+    return bool((lost <= torch.clamp(2.0**-18 * weight.abs().amax(-1), max=2.0**-25)).all())
 
 
 class _Joined:

@@ -5,6 +5,7 @@ student's or teacher's own output instead of given text alone is what DistillSpe
 https://arxiv.org/abs/2310.08461) found to raise acceptance most.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from engine.checkpoint import checkpoint_name
 from engine.cpu import has_fast_bf16
 from engine.expand import expand
 from engine.resume import restore_state, save_state
@@ -45,7 +47,7 @@ class DistillConfig:
     eval_every: int = 200
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def recipe(self) -> dict[str, int | float | None]:
+    def recipe(self) -> dict[str, int | float | str | None]:
         """What must be equal for a state to be continued."""
         names = (
             "layers",
@@ -57,7 +59,8 @@ class DistillConfig:
             "warmup_steps",
             "seed",
         )
-        return {name: getattr(self, name) for name in names}
+        checkpoints = {"target": checkpoint_name(self.target), "draft": checkpoint_name(self.draft)}
+        return {name: getattr(self, name) for name in names} | checkpoints
 
 
 def distill(config: DistillConfig) -> dict[str, float]:
@@ -78,6 +81,9 @@ def distill(config: DistillConfig) -> dict[str, float]:
         step = restore_state(config.work, config.recipe(), parts, config.device)
         bar = progress.add_task("distilling", total=config.steps, completed=step)
         figures: dict[str, float] = {}
+        if step >= config.steps:  # it was finished before: perhaps for another folder
+            figures = {"steps": step} | evaluate(target, draft, tests)
+            export(draft, tokenizer, figures, config)
         while step < config.steps:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, config)
@@ -118,7 +124,8 @@ def own_text(
 
     Every other batch is sampled, the others are greedy. Kept in the work folder, for a run that was interrupted.
     """
-    saved = config.work / f"{name}.pt"
+    told = checkpoint_name(config.target), count, config.sequence_length, config.generation_batch, config.seed
+    saved = config.work / f"{name}-{hashlib.blake2b(repr(told).encode(), digest_size=6).hexdigest()}.pt"
     if saved.exists():
         kept: torch.Tensor = torch.load(saved, weights_only=True)
         return kept.to(torch.int64)

@@ -189,7 +189,7 @@ class KVPool:
         """
         for index in range(len(lease.sealed), len(digests)):
             page = lease.pages[index]
-            if bool(self._data_of(page).sum(dtype=torch.float32).isfinite()):  # no sum is, where a value is not
+            if self._is_finite(page):
                 self._cache.add(digests[index - 1] if index else None, digests[index], page)
             lease.sealed.append(digests[index])
 
@@ -243,17 +243,35 @@ class KVPool:
 
     def _let_go(self, pages: list[int]) -> None:
         self._holders[pages] -= 1
+        for page in pages:
+            if self._holders[page] == 0 and self._cache.used[page] == UNKNOWN and not self._is_finite(page):
+                self._clean(page)  # attention reads whole pages: what is masked would still spoil its sums
         self._free[pages] = (self._holders[pages] == 0) & (self._cache.used[pages] == UNKNOWN)
+
+    def _is_finite(self, page: int) -> bool:
+        return bool(self._data_of(page).sum(dtype=torch.float32).isfinite())  # no sum is, where a value is not
 
     def _data_of(self, page: int) -> torch.Tensor:
         """A view [layers, 2, kv_heads, page_size, head_dim]."""
         return self.data[:, :, :, page * self.page_size : (page + 1) * self.page_size]
 
-    def wipe(self, lease: Lease) -> None:
-        """Makes a lease's slots finite again, whatever was computed into them. Pages that others know are finite."""
-        for page in lease.pages:
+    def wipe(self, lease: Lease, start: int = 0) -> None:
+        """Makes a lease's slots from the `start`-th on finite again, whatever was computed into them.
+
+        Pages that others know are finite, and so is what stands before `start`.
+        """
+        size = self.page_size
+        for index in range(-(-start // size), len(lease.pages)):
+            page = lease.pages[index]
             if self._holders[page] == 1 and self._cache.used[page] == UNKNOWN:
-                self._data_of(page).zero_()
+                self._clean(page)
+        rest = lease.slots[start : -(-start // size) * size].tolist()
+        self.move([int(lease.slots[start - 1])] * len(rest), rest)
+
+    def _clean(self, page: int) -> None:
+        """Zeros a page, and what passes write that is for nobody, which saw the same."""
+        for each in (page, SCRATCH_SLOT // self.page_size):
+            self._data_of(each).zero_()
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copies slots' keys and values in all layers; all of `source` is read before anything is written."""

@@ -6,7 +6,6 @@ and values to the pool and lets every row see its own path: the committed prefix
 
 import copy
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
-from engine.checkpoint import ModelError, architecture, check_checkpoint, hidden_size
+from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size
 from engine.choice import Weights, check_weights
 from engine.compiled_pass import CompiledDecoder, Passed, compiles
 from engine.cpu import has_fast_bf16, speed_up
@@ -36,7 +35,16 @@ from engine.types import SamplingParams
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
 UNCOMPILED = "paceline-uncompiled"  # the same in a compiled model
-_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, StrictDataclassError)
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    ImportError,  # of what reads quantized weights
+    SafetensorError,
+    StrictDataclassError,
+)
 _WORTH_BF16 = 1024  # features; on CPUs a smaller model's bfloat16 passes are mostly overhead per operation
 # Row counts that models are called with which make something of each, as by recording; above 240, multiples of 64.
 _BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))
@@ -87,7 +95,7 @@ class ModelRunner:
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
-        self.max_length = _max_length(config)
+        self.max_length = context_length(config.to_dict())
         self.layers = int(config.num_hidden_layers)
         replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
         self._current = Current()
@@ -131,6 +139,9 @@ class ModelRunner:
         model, loading = loaded
         if missing := sorted(loading["missing_keys"]):  # transformers would make them up
             raise ModelError(f"{self.path} can't be loaded: {len(missing)} weights are missing, {missing[0]} first")
+        if unused := sorted(name for name in loading["unexpected_keys"] if _has_place(model, name)):
+            reason = f"by its settings {len(unused)} of its weights are for nothing, {unused[0]} first"
+            raise ModelError(f"{self.path} can't be loaded: {reason}")
         if self.invariant and _mixes_experts(model):
             raise ModelError(f"{self.path} can't be run: {self._architecture} has experts that have no invariant mode")
         return model.to(self.device).eval().requires_grad_(False)
@@ -267,14 +278,10 @@ def _check_device(device: str) -> None:
         raise ModelError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from error
 
 
-def _max_length(config: Any) -> int:
-    """Positions that the model knows, of those at which its rotations don't depend on the length of the text."""
-    known = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    rotations = getattr(config, "rope_parameters", None) or {}
-    for rotation in (rotations, *rotations.values()):  # one for all layers, or for every kind of them
-        if isinstance(rotation, dict) and rotation.get("rope_type") == "longrope":
-            known = min(known, rotation.get("original_max_position_embeddings") or known)
-    return int(known)
+def _has_place(model: Any, name: str) -> bool:
+    """Whether a weight that nothing reads is a bias or factor of a module that is there: the model was made without it."""
+    module, _, kind = name.rpartition(".")
+    return kind in ("weight", "bias") and module in dict(model.named_modules())
 
 
 def _mixes_experts(model: Any) -> bool:

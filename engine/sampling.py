@@ -158,13 +158,13 @@ def restrict(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 def _nucleus_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """The smallest logit of each row's nucleus [n, 1]: the fewest most probable tokens with at least `top_p` mass."""
-    total = logits.logsumexp(-1, keepdim=True)
+    shares = logits.softmax(-1)  # logsumexp of a single row is another sum than beside others, with several threads
     count = min(_HEAD, logits.shape[-1])
-    head = logits.topk(count, dim=-1).values
-    mass = (head - total).exp().cumsum(-1)
+    head, order = logits.topk(count, dim=-1)
+    mass = shares.gather(-1, order).cumsum(-1)
     if count < logits.shape[-1] and bool((mass[:, -1] < top_p).any()):
-        head = logits.sort(dim=-1, descending=True).values
-        mass = (head - total).exp().cumsum(-1)
+        head, order = logits.sort(dim=-1, descending=True)
+        mass = shares.gather(-1, order).cumsum(-1)
     last = (mass < top_p).sum(-1, keepdim=True).clamp_(max=head.shape[-1] - 1)
     return head.gather(-1, last)
 

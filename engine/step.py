@@ -188,7 +188,13 @@ class Stepper:
         """One forward pass over all plans. Raises StepError, before anything is committed for anybody."""
         batch = [self._rows(plan) for plan in plans]
         counts = [len(rows.tokens) - rows.wanted for rows in batch]
-        logits, choices, margins = self._choose(plans, batch, counts)
+        try:
+            logits, choices, margins = self._choose(plans, batch, counts)
+        except StepError as error:
+            again = self._without_guesses(plans, error.request_id)
+            if again is None:
+                raise
+            return self.step(again)
         outcomes = []
         stop = 0
         for plan, rows, count in zip(plans, batch, counts, strict=True):
@@ -225,8 +231,15 @@ class Stepper:
             rows = torch.isfinite(logits.sum(-1))
             for plan, part in zip(plans, rows.split(counts), strict=True):
                 if not bool(part.all()):
-                    self.runner.pool.wipe(plan.sequence.lease)
+                    self.runner.pool.wipe(plan.sequence.lease, plan.sequence.computed)
                     raise StepError(plan.sequence.request.request_id)
+
+    def _without_guesses(self, plans: Seq[Plan], request_id: str) -> list[Plan] | None:
+        """The same plans but for a request's draft tokens, which may be what its numbers failed at; None: it had none."""
+        plan = next(plan for plan in plans if plan.sequence.request.request_id == request_id)
+        if plan.nodes is None or len(plan.nodes) == 0:
+            return None
+        return [replace(each, tree=None, nodes=None) if each is plan else each for each in plans]
 
     def _with_states(self, plans: Seq[Plan], outcomes: list[Outcome], counts: list[int]) -> list[Outcome]:
         """Adds the hidden states at the ends of the walks; counts: wanted rows of each plan."""

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint import check_checkpoint
+from engine.checkpoint import check_checkpoint, checkpoint_name
 from engine.cpu import has_fast_bf16
 from engine.drafters.heads import TokenHeads
 from engine.head import Head, output_head
@@ -45,10 +45,10 @@ class HeadsConfig:
     eval_every: int = 100
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def recipe(self) -> dict[str, int | float]:
+    def recipe(self) -> dict[str, int | float | str]:
         """What must be equal for a state to be continued."""
         names = ("heads", "steps", "batch_size", "sequence_length", "learning_rate", "warmup_steps", "seed")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"target": checkpoint_name(self.target)}
 
 
 def train_heads(config: HeadsConfig) -> dict[str, Any]:
@@ -68,6 +68,9 @@ def train_heads(config: HeadsConfig) -> dict[str, Any]:
     parts = {"heads": heads, "optimizer": optimizer}
     step = restore_state(config.work, config.recipe(), parts, config.device)
     figures: dict[str, Any] = {}
+    if step >= config.steps:  # it was finished before: perhaps for another folder
+        figures = {"steps": step} | evaluate(target, output, heads, tests)
+        export(heads, figures, config)
     with Progress(*_COLUMNS, TimeRemainingColumn()) as progress:
         bar = progress.add_task("training heads", total=config.steps, completed=step)
         while step < config.steps:

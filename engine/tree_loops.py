@@ -232,7 +232,7 @@ def walk(nodes: Nodes, verified: IntArray, chosen: IntArray) -> tuple[IntArray, 
     node, count, refused = 0, 1, False
     for i in range(len(verified)):
         if nodes.parent[verified[i]] == node:
-            if nodes.token[verified[i]] == chosen[rows[count - 1]]:
+            if 0 <= chosen[rows[count - 1]] == nodes.token[verified[i]]:  # below 0 none was chosen
                 rows[count] = i + 1
                 node, count, refused = verified[i], count + 1, False
             else:

@@ -43,7 +43,8 @@ def test_weights_of_bfloat16_checkpoints_fit_and_others_do_not() -> None:
     assert fits_half(weight(64, 64).bfloat16().float())
     assert not fits_half(weight(64, 64))
     assert not fits_half(torch.full((2, 2), 1e6))
-    assert fits_half(torch.full((2, 2), 2.0**-30)), "too small to matter"
+    assert fits_half(torch.tensor([[1.0, 2.0**-30]])), "too small to matter"
+    assert not fits_half(torch.full((2, 2), 2.0**-30)), "a row of such numbers says something"
 
 
 @pytest.mark.parametrize("rounded", [True, False])

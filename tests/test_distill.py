@@ -1,6 +1,7 @@
 """Distilling: the draft comes nearer to its target, and an interrupted run ends with the weights of a whole one."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_the_draft_comes_nearer_to_the_target(tmp_path: Path) -> None:
     """On the text that it was trained on."""
     config = at(tmp_path, steps=12, warmup_steps=1, learning_rate=1e-3)
     distill.distill(config)
-    own = torch.load(config.work / "own.pt", weights_only=True).to(torch.int64)
+    own = torch.load(_own_text(config), weights_only=True).to(torch.int64)
     assert own.shape == (4, 65)
     target = distill.load(config.target, "cpu")
     before, after = (
@@ -87,3 +88,26 @@ def test_added_layers_change_nothing_before_they_are_trained(tmp_path: Path) -> 
     deeper, draft = (distill.load(path, "cpu") for path in (distill.first_draft(config), config.draft))
     assert deeper.config.num_hidden_layers == 3
     torch.testing.assert_close(deeper(tokens).logits, draft(tokens).logits)
+
+
+def test_another_targets_text_and_state_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+    config = at(tmp_path, steps=2)
+    distill.distill(config)
+    other = tmp_path / "other"
+    shutil.copytree(config.target, other)
+    with pytest.raises(ValueError, match="another recipe"):
+        distill.distill(replace(config, target=other))
+    assert len(list(config.work.glob("own-*.pt"))) == 4
+
+
+def test_a_run_that_was_finished_is_written_to_another_folder_too(tmp_path: Path) -> None:
+    config = at(tmp_path, steps=2)
+    figures = distill.distill(config)
+    assert distill.distill(replace(config, out=tmp_path / "again")) == figures
+    weights = [(out / "model.safetensors").read_bytes() for out in (config.out, tmp_path / "again")]
+    assert weights[0] == weights[1]
+
+
+def _own_text(config: DistillConfig) -> Path:
+    (found,) = (path for path in config.work.glob("own-*.pt") if "held-out" not in path.name)
+    return found

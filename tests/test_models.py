@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.attention import Layout, chain_rows
-from engine.checkpoint import ModelError
+from engine.checkpoint import ModelError, check_checkpoint, context_length
 from engine.cpu import FusedLayer
 from engine.decode import Speculation, decode
 from engine.drafters.ngram import NgramDrafter
@@ -142,8 +142,11 @@ def test_rotations_that_depend_on_the_length_of_a_text_end_its_context(tmp_path:
     """Beyond the length a model was first trained for, such rotations turn keys that are written already."""
     rotation = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
     settings = LLAMA | dict(rope_parameters=rotation, original_max_position_embeddings=32)
-    runner = ModelRunner(save("phi3", settings, tmp_path), dtype="float32", kv_tokens=64)
-    assert runner.max_length == 32
+    folder = save("phi3", settings, tmp_path)
+    assert ModelRunner(folder, dtype="float32", kv_tokens=64).max_length == 32
+    assert context_length(check_checkpoint(folder)) == 32, "what clients are told"
+    older = {"rope_scaling": {"type": "su"}, "max_position_embeddings": 4096, "original_max_position_embeddings": 64}
+    assert context_length(older) == 64
 
 
 # what does not

@@ -37,6 +37,12 @@ def drop_a_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
+def add_a_bias(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.bias"] = torch.ones(len(weights["model.layers.1.mlp.up_proj.weight"]))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "it has no config.json"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
@@ -52,6 +58,8 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other vocabulary": (lambda folder: edit(folder, vocab_size=5), "can't be loaded"),
     "more layers than weights": (lambda folder: edit(folder, num_hidden_layers=3), "weights are missing"),
     "a weight is missing": (drop_a_weight, "1 weights are missing, model.layers.1.mlp.up_proj.weight"),
+    "a weight is for nothing": (add_a_bias, "1 of its weights are for nothing, model.layers.1.mlp.up_proj.bias"),
+    "needs a library": (lambda folder: edit(folder, quantization_config={"quant_method": "gptq", "bits": 4}), "loaded"),
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "can't be loaded"),
     "garbage as weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 999), "can't be loaded"),
     "cut weights": (
