@@ -6,14 +6,16 @@ a grammar makes sure of it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
 
 from deployments.fields import TextModel
 from deployments.openai import ChatRequest, FunctionCall, Message, NamedTool, Tool
-from engine.types import Grammar, InvalidRequest
+from engine.types import Grammar, InvalidRequest, require
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 DEFAULT_TEMPLATE = """\
@@ -37,17 +39,29 @@ DEFAULT_TEMPLATE = """\
 """  # for tokenizers that have none
 
 
-def chat_prompt(model: TextModel, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
-    """The token ids of a conversation up to where the answer begins. Raises InvalidRequest when the template refuses it."""
+_OURS = {"messages", *signature(PreTrainedTokenizerFast.apply_chat_template).parameters}  # no client says these
+
+
+def chat_prompt(
+    model: TextModel, messages: Sequence[Message], tools: Sequence[Tool] = (), values: Mapping[str, Any] | None = None
+) -> tuple[int, ...]:
+    """The token ids of a conversation up to where the answer begins. Raises InvalidRequest when the template refuses it.
+
+    values: for the template, by the names that it knows.
+    """
     template = None if model.tokenizer.chat_template else DEFAULT_TEMPLATE
+    taken = [name for name in values or () if name in _OURS]
+    require(not taken, "chat_template_kwargs", f"{', '.join(taken)[:100]} can't be said here")
+    developers = template is not None or "developer" in str(model.tokenizer.chat_template)
     try:
         tokens = model.tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
+            [_for_template(message, developers) for message in messages],
             tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
             chat_template=template,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
+            **(values or {}),
         )
     except TemplateError as error:
         raise InvalidRequest("messages", f"the model's chat template refuses them: {str(error)[:200]}") from None
@@ -56,9 +70,14 @@ def chat_prompt(model: TextModel, messages: Sequence[Message], tools: Sequence[T
     return tuple(tokens)
 
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """As templates expect it: the arguments of calls are objects, not text."""
+def _for_template(message: Message, developers: bool) -> dict[str, Any]:
+    """As templates expect it: the arguments of calls are objects, not text.
+
+    developers: the template knows that role; others would leave such messages out.
+    """
     values = message.model_dump(exclude_none=True)
+    if message.role == "developer" and not developers:
+        values["role"] = "system"
     if not message.tool_calls:
         del values["tool_calls"]
     for call in values.get("tool_calls", ()):
@@ -134,9 +153,11 @@ class WholeCall:
 class TaggedCalls:
     """Reads calls out of a text that comes in pieces; what is not a call stays text."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        """most: calls that are told; those behind them are not."""
         self._held = ""
-        self._called = False
+        self._called = 0
+        self._most = most
 
     def push(self, text: str) -> list[str | FunctionCall]:
         """The texts and calls that are certain now."""
@@ -147,8 +168,7 @@ class TaggedCalls:
             call = parse_call(self._held[start + len(OPEN) : end])
             end += len(CLOSE)
             if call is not None:
-                found.append(call)
-                self._called = True
+                self._call(call, found)
             else:
                 self._say(self._held[start:end], found)
             self._held = self._held[end:]
@@ -160,9 +180,20 @@ class TaggedCalls:
     def flush(self) -> list[str | FunctionCall]:
         """What was held back."""
         found: list[str | FunctionCall] = []
-        self._say(self._held, found)
+        before, tag, behind = self._held.partition(OPEN)
+        call = parse_call(behind) if tag else None  # the output may end before its closing tag
+        if call is not None:
+            self._say(before, found)
+            self._call(call, found)
+        else:
+            self._say(self._held, found)
         self._held = ""
         return found
+
+    def _call(self, call: FunctionCall, found: list[str | FunctionCall]) -> None:
+        if self._most is None or self._called < self._most:
+            found.append(call)
+        self._called += 1
 
     def _say(self, text: str, found: list[str | FunctionCall]) -> None:
         if text.strip() or (text and not self._called):  # space between calls means nothing

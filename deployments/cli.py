@@ -88,7 +88,7 @@ def serve(
         str | None, typer.Option(help="address of the HTTP API; 0.0.0.0: all", show_default="127.0.0.1")
     ] = None,
     port: Annotated[int | None, typer.Option(help="of the HTTP API", show_default="8000")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="of the gRPC API", show_default="9000")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="of the gRPC API; 0: none", show_default="9000")] = None,
     address: Annotated[
         str | None, typer.Option(help="of a Ray cluster to serve on", show_default="one is started here")
     ] = None,

@@ -15,17 +15,18 @@ from pydantic import (
     PositiveInt,
     SecretStr,
     StringConstraints,
+    field_validator,
     model_validator,
 )
 
 from cluster.address import parse_address
 from cluster.vllm_options import VllmOptions
-from deployments.keys import hidden
+from deployments.keys import check_key, hidden
 from engine.checkpoint import MODELS
 from engine.choice import DrafterName, Weights, check_choice, check_weights
 from engine.local_choice import LocalName, check_local
 
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"  # it is part of the names of deployments and actors
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[A-Za-z0-9][A-Za-z0-9._-]{0,62})?$"  # also part of the names of actors
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -236,14 +237,19 @@ class ModelOptions(_Settings):
     )
 
     @property
+    def _slug(self) -> str:
+        """Its name where there may be no slash."""
+        return self.name.replace("/", "--")
+
+    @property
     def target_deployment(self) -> str:
         """Its name in Serve."""
-        return f"{self.name}-target"
+        return f"{self._slug}-target"
 
     @property
     def draft_deployment(self) -> str:
         """Its name in Serve."""
-        return f"{self.name}-draft"
+        return f"{self._slug}-draft"
 
     @property
     def separate(self) -> DraftOptions | None:
@@ -305,11 +311,21 @@ class HttpOptions(_Settings):
             raise ValueError("tls_certificate and tls_key go together")
         return self
 
+    @field_validator("api_keys")
+    @classmethod
+    def _are_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in keys:
+            check_key(key.get_secret_value())
+        return keys
+
     def keys(self) -> tuple[str, ...]:
-        """All API keys; none: anybody may ask. Raises OSError when the file can't be read."""
+        """All API keys; none: anybody may ask. Raises OSError when the file can't be read, ValueError for what is no key."""
         given = [key.get_secret_value() for key in self.api_keys]
         lines = self.api_keys_file.read_text().splitlines() if self.api_keys_file is not None else []
-        return tuple(key for key in [*given, *(line.strip() for line in lines)] if key)
+        read = [line.strip() for line in lines if line.strip()]
+        for key in read:
+            check_key(key)
+        return (*given, *read)
 
 
 class GrpcOptions(_Settings):

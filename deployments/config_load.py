@@ -61,8 +61,8 @@ def chosen_config(
         model["target"].update(dtype=dtype, invariant=invariant)
         if model["draft"] is not None:
             model["draft"]["dtype"] = dtype
-    values["http"].update({"host": host or config.http.host, "port": port or config.http.port})
-    values["grpc"].update({"port": grpc_port or config.grpc.port})
+    values["http"].update({"host": host or config.http.host, "port": config.http.port if port is None else port})
+    values["grpc"].update({"port": config.grpc.port if grpc_port is None else grpc_port or None})
     return parse_config(values)
 
 
@@ -96,8 +96,13 @@ def check_config(config: ServeConfig) -> None:
     for name, path in {**files, "api_keys_file": config.http.api_keys_file}.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"http.{name}: there is no file {path}")
-    if config.http.api_keys_file is not None and not config.http.keys():
-        raise ConfigError("http.api_keys_file: it holds no key")
+    if config.http.api_keys_file is not None:
+        try:
+            keys = config.http.keys()
+        except ValueError as error:
+            raise ConfigError(f"http.api_keys_file: {error}") from None
+        if not keys:
+            raise ConfigError("http.api_keys_file: it holds no key")
     for index, model in enumerate(config.models):
         if model.draft is not None and model.draft.inner is not None and not config.shares(model):
             reason = "the service there may guess for one client from what others were answered"

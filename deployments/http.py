@@ -209,7 +209,7 @@ def _chat_job(body: openai.ChatRequest, model: ServedModel, salt: bytes) -> Job:
     tools = () if body.tool_choice == "none" else body.tools
     fields = _fields(
         body,
-        prompt=chat_prompt(model, body.messages, tools),
+        prompt=chat_prompt(model, body.messages, tools, body.template_values),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=forced_call(body) or body.grammar(),
@@ -220,12 +220,12 @@ def _chat_job(body: openai.ChatRequest, model: ServedModel, salt: bytes) -> Job:
 def _reader(body: openai.ChatRequest) -> TaggedCalls | WholeCall | None:
     if not body.tools or body.tool_choice == "none":
         return None
-    return TaggedCalls() if body.tool_choice == "auto" else WholeCall()
+    return TaggedCalls(1 if not body.parallel_tool_calls else None) if body.tool_choice == "auto" else WholeCall()
 
 
 def _tokens(body: openai.TokenizeRequest, model: ServedModel) -> list[int]:
     if body.messages is not None:
-        return list(chat_prompt(model, body.messages))
+        return list(chat_prompt(model, body.messages, body.tools, body.chat_template_kwargs))
     return list(model.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
 
 

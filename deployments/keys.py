@@ -8,10 +8,18 @@ from collections.abc import Sequence
 _DIGEST = "sha256:"  # before a key's digest, in place of the key
 
 
+def check_key(key: str) -> None:
+    """Raises ValueError for what would be no key, or one that nobody can present."""
+    if not key.strip():
+        raise ValueError("a key is empty")
+    if key.startswith(_DIGEST) and not re.fullmatch(f"{_DIGEST}[0-9a-fA-F]{{64}}", key):
+        raise ValueError(f"behind {_DIGEST} 64 hex digits are wanted")
+
+
 def hidden(key: str) -> str:
     """The same key as its digest, which is no key itself: for configurations that are logged and shown."""
-    if re.fullmatch(f"{_DIGEST}[0-9a-f]{{64}}", key):
-        return key
+    if re.fullmatch(f"{_DIGEST}[0-9a-fA-F]{{64}}", key):
+        return key.lower()
     return _DIGEST + hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Log probabilities with the text of their tokens, in OpenAI's two shapes."""
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,6 +11,9 @@ from deployments.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLo
 from engine.types import TokenLogprobs
 
 _LOWEST = -9999.0  # JSON has no -inf
+_UNFINISHED = "\ufffd"
+_SPACE = "\u2581"  # how vocabularies of SentencePiece's kind write it
+_ONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # and how they write bytes
 
 
 class TokenTexts:
@@ -22,27 +26,44 @@ class TokenTexts:
 
     def _text(self, token: int) -> str:
         """What a token alone stands for; a part of a character is the replacement character."""
-        return str(self._tokenizer.decode([token]))
+        text, written = str(self._tokenizer.decode([token])), str(self._tokenizer.convert_ids_to_tokens(token))
+        return f" {text}" if written == f"{_SPACE}{text}" and not self._byte_level else text
 
     def bytes(self, token: int) -> list[int]:
         """The bytes of a token, also when they are a part of a character."""
         written = str(self._tokenizer.convert_ids_to_tokens(token))
         if self._byte_level and all(character in _BYTES for character in written):
             return [_BYTES[character] for character in written]
+        if byte := _ONE_BYTE.fullmatch(written):
+            return [int(byte[1], 16)]
         return list(self.text(token).encode())
+
+    def name(self, token: int) -> str:
+        """Its text; of a part of a character, which has none, its bytes, as OpenAI's completions write them."""
+        text = self.text(token)
+        if _UNFINISHED not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes(token))
+
+    def length(self, token: int) -> int:
+        """How many characters begin in it."""
+        return sum(byte & 0xC0 != 0x80 for byte in self.bytes(token))
 
     def completion(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
     ) -> tuple[CompletionLogprobs, int]:
         """As /v1/completions has them, and where the text of the next token begins; `offset`: where this one does."""
-        texts = [self.text(token) for token in tokens]
         offsets = [offset]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
+        for token in tokens:
+            offsets.append(offsets[-1] + self.length(token))
         shape = CompletionLogprobs(
-            tokens=texts,
+            tokens=[self.name(token) for token in tokens],
             token_logprobs=[_finite(entry.chosen) for entry in logprobs],
-            top_logprobs=[{self.text(t): _finite(value) for t, value in entry.top} for entry in logprobs],
+            top_logprobs=[
+                # The chosen token is always there, at the end where it is none of the likeliest.
+                {self.name(t): _finite(value) for t, value in dict([*entry.top, (token, entry.chosen)]).items()}
+                for token, entry in zip(tokens, logprobs, strict=True)
+            ],
             text_offset=offsets[:-1],
         )
         return shape, offsets[-1]

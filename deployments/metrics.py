@@ -64,10 +64,13 @@ class Latencies:
         self.resumed = 0
         self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 0}
 
-    def token_came(self, histogram: Histogram, value_s: float, times: int) -> None:
-        """One piece's tokens, each after so many seconds."""
-        self.tokens += times
-        histogram.observe(value_s, times)
+    def tokens_came(self, histogram: Histogram, waited_s: float, count: int) -> None:
+        """A piece's tokens, so many seconds after what came before."""
+        self.tokens += count
+        if histogram is self.first_token:
+            histogram.observe(waited_s)
+        else:
+            histogram.observe(waited_s / count, count)
 
     def samples(self) -> list[Sample]:
         """For the ingress replica's report."""
@@ -129,8 +132,7 @@ async def _timed(pieces: AsyncGenerator[Piece], latencies: Latencies) -> AsyncGe
                 return
             waited += time.monotonic() - started
             if count := len(piece.tokens):
-                first = histogram is latencies.first_token
-                latencies.token_came(histogram, waited if first else waited / count, 1 if first else count)
+                latencies.tokens_came(histogram, waited, count)
                 histogram, waited = latencies.between_tokens, 0.0
             yield piece
 

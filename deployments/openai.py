@@ -12,9 +12,11 @@ MAX_PROMPTS = 32  # of one request
 MAX_TOOLS = 128
 UNSUPPORTED = (  # fields that would change the output, and are not done here: better refused than ignored
     *("suffix", "functions", "function_call", "prompt_logprobs", "use_beam_search", "logits_processors"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex"),
-    *("modalities", "audio", "prediction", "chat_template", "echo_logprobs", "prompt_embeds"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf"),
+    *("json_schema", "modalities", "audio", "prediction", "chat_template", "echo_logprobs", "prompt_embeds"),
+    *("continue_final_message", "include_stop_str_in_output", "allowed_token_ids", "truncate_prompt_tokens"),
 )
+AS_THEY_ARE = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True}
 
 
 class StreamOptions(NullsAreAbsent):
@@ -86,6 +88,9 @@ def refuse_unsupported(values: dict[str, Any]) -> None:
     for name in UNSUPPORTED:
         if values.get(name):
             raise InvalidRequest(name, "is not supported")
+    for name, usual in AS_THEY_ARE.items():
+        if values.get(name, usual) not in (usual, None):
+            raise InvalidRequest(name, f"is always {json.dumps(usual)} here")
 
 
 # --- /v1/completions
@@ -192,7 +197,7 @@ class Function(NullsAreAbsent):
     name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    strict: Flag = False
+    strict: Flag | None = None  # what the client didn't say is nothing for the prompt
 
 
 class Tool(NullsAreAbsent):
@@ -233,10 +238,21 @@ class ChatRequest(_Request):
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_tool_choice, Text | NamedTool)
     ] = "auto"
+    parallel_tool_calls: Flag = True  # false: of several calls only the first is answered
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # as vLLM's: what the model's template asks for
+    reasoning_effort: Text | None = None  # for the template too
+    echo: Flag = False
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs}
 
     def check(self) -> None:
         """See _Request."""
         super().check()
+        require(not self.echo, "echo", "is not supported")
         require(self.logprobs or self.top_logprobs is None, "top_logprobs", "only with logprobs")
         forced = self.tool_choice not in ("none", "auto")
         require(bool(self.tools) or not forced, "tool_choice", "only with tools")
@@ -257,6 +273,8 @@ class TokenizeRequest(NullsAreAbsent):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[tuple[Message, ...], Field(min_length=1)] | None = None
+    tools: Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS)] = ()  # with messages
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # with messages
     add_special_tokens: Flag = True  # of prompts
     return_token_strs: Flag = False
 

@@ -29,29 +29,40 @@ def check_schema(text: str) -> None:
     except (ValueError, RecursionError):
         raise InvalidRequest("grammar", "the schema is not JSON") from None
     properties = lengths = 0
-    for node in _schemas(schema, 0):
+    places = set()
+    references = set()
+    for place, node in _schemas(schema, "#", 0):
         _check_node(node)
+        places.add(place)
+        references.add(node.get("$ref", "#"))
         properties += len(node.get("properties", ()))
         lengths += max(node.get(key, 0) for key in _BOUNDS)
+    astray = references - places  # as into a value, where nobody looks for what is not taken
+    require(not astray, "grammar", "$ref must name a schema inside the schema, as in #/$defs/name")
     require(properties <= MAX_PROPERTIES, "grammar", f"at most {MAX_PROPERTIES} properties")
     require(lengths <= MAX_LENGTHS, "grammar", f"its lengths and counts may add up to {MAX_LENGTHS}")
 
 
-def _schemas(node: Any, depth: int) -> Iterator[dict[str, Any]]:
-    """Every schema inside a schema, itself first. Raises InvalidRequest when it is nested too deep."""
+def _schemas(node: Any, place: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema inside a schema, itself first, and where it stands. Raises InvalidRequest when it is nested too deep."""
     require(depth <= MAX_DEPTH, "grammar", "the schema is nested too deep")
     if isinstance(node, list):
-        for item in node:
-            yield from _schemas(item, depth + 1)
+        for at, item in enumerate(node):
+            yield from _schemas(item, f"{place}/{at}", depth + 1)
     if not isinstance(node, dict):
         return
-    yield node
+    yield place, node
     for key, value in node.items():
         if key in _NAMED and isinstance(value, dict):
-            for named in value.values():
-                yield from _schemas(named, depth + 1)
+            for name, named in value.items():
+                yield from _schemas(named, f"{place}/{key}/{_plain(name)}", depth + 1)
         elif key not in _VALUES:
-            yield from _schemas(value, depth + 1)
+            yield from _schemas(value, f"{place}/{_plain(key)}", depth + 1)
+
+
+def _plain(name: str) -> str:
+    """A name as a part of a reference; one that would have to be escaped can't be referred to."""
+    return name if not set(name) & set("/~%") else "~"
 
 
 def _check_node(node: dict[str, Any]) -> None:
@@ -60,12 +71,15 @@ def _check_node(node: dict[str, Any]) -> None:
     for key in _IGNORED:
         require(node.get(key, False) is False, "grammar", f"{key} is not supported in a schema")
     for key in _BOUNDS:
-        require(isinstance(node.get(key, 0), int), "grammar", f"{key} must be a number")
+        number = node.get(key, 0)
+        require(isinstance(number, int) and number >= 0, "grammar", f"{key} must be a number, 0 or more")
     for key in ("anyOf", "oneOf", "allOf"):
         options = node.get(key, [{}])
         require(isinstance(options, list) and bool(options), "grammar", f"{key} must be a list of schemas")
     require(len(node.get("allOf", [{}])) == 1, "grammar", "allOf takes one schema")
-    require(str(node.get("$ref", "#")).startswith("#"), "grammar", "$ref must point into the schema, with #")
+    reference = node.get("$ref", "#")
+    inside = isinstance(reference, str) and reference.startswith("#") and "~" not in reference
+    require(inside, "grammar", "$ref must point into the schema, with #")
     _check_required(node)
 
 

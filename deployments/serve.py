@@ -114,6 +114,9 @@ def deploy(config: ServeConfig, progress: Progress) -> None:
         http_options=schema.http_options.model_dump(),
         grpc_options=schema.grpc_options.model_dump(),
     )
+    if others := _deployed_by_others():
+        told = f"the cluster serves {', '.join(others)} by a configuration, of which ours would take the place"
+        raise DeployError(f"{told}; add what 'paceline config export' prints to it")
     _client().deploy_apps(schema)
     while True:
         application = serve.status().applications.get(APPLICATION)
@@ -127,6 +130,13 @@ def deploy(config: ServeConfig, progress: Progress) -> None:
             waiting = [name for name, found in application.deployments.items() if found.status != "HEALTHY"]
             progress(f"loading {', '.join(waiting)}" if waiting else "building the application")
         time.sleep(_POLL_S)
+
+
+def _deployed_by_others() -> list[str]:
+    """Other applications that came from a configuration: Serve ends those that the next one doesn't name."""
+    found: dict[str, Any] = _client().get_serve_details()["applications"]
+    kept = [name for name, details in found.items() if details.get("source") != "imperative"]
+    return sorted(set(kept) - {APPLICATION})
 
 
 def withdraw(config: ServeConfig) -> None:

@@ -358,3 +358,34 @@ def test_the_configurations_of_the_pages_are_right(page: str, tmp_path: Path) ->
         text = text.replace("/models/chat-draft", str(exact.DRAFT)).replace("/models/chat", str(exact.TARGET))
         config = load_config(write(tmp_path / "serve.yaml", text.replace("/etc/paceline/keys", str(keys))))
         assert [model.name for model in config.models] == ["chat"]
+
+
+def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
+    """An empty one, as an unset variable gives it, would let everybody in."""
+    for key, reason in (("", "a key is empty"), (" ", "a key is empty"), ("sha256:12", "64 hex digits")):
+        with pytest.raises(ConfigError, match=f"http.api_keys: {reason}|http.api_keys: .*{reason}"):
+            parse_config(changed("http", "api_keys", to=[key]))
+    file = write(tmp_path / "keys", "good\nsha256:12\n")
+    with pytest.raises(ConfigError, match=r"http.api_keys_file: behind sha256: 64 hex digits"):
+        check_config(parse_config(changed("http", "api_keys_file", to=str(file))))
+    shown = hidden("good").replace("sha256:", "").upper()
+    ApiKeys([f"sha256:{shown}"]).salt("good")
+
+
+def test_names_may_say_whose_a_model_is() -> None:
+    config = parse_config(changed("models", 0, "name", to="Qwen/Qwen2.5-7B-Instruct"))
+    (model,) = config.models
+    assert (model.name, model.target_deployment) == ("Qwen/Qwen2.5-7B-Instruct", "Qwen--Qwen2.5-7B-Instruct-target")
+    for bad in ("/x", "x/", "a/b/c", "a//b"):
+        with pytest.raises(ConfigError, match=r"models.0.name"):
+            parse_config(changed("models", 0, "name", to=bad))
+
+
+def test_ports_of_the_command_line_are_taken_as_they_are() -> None:
+    def chosen(port: int | None, grpc_port: int | None) -> ServeConfig:
+        return chosen_config(None, None, None, "auto", False, None, port, grpc_port)
+
+    assert chosen(None, None).grpc.port == 9000
+    assert chosen(8123, 0).grpc.port is None
+    with pytest.raises(ConfigError, match=r"http.port"):
+        chosen(0, None)

@@ -1,5 +1,6 @@
 """The HTTP API as clients see it: a real server with a real target, asked by OpenAI's own client and by hand."""
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,9 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from deployments.logprobs import TokenTexts
 from engine.runner import ModelRunner
+from engine.types import TokenLogprobs
 from tests.http_fixtures import KEY, PROMPT, SCHEMA, TOOL, Scripted, Server, chunks_of, running_server
 
 
@@ -183,6 +186,8 @@ CALL = '<tool_call>{"name": "count", "arguments": {"count": 3, "kind": "a"}}</to
         ("a <tool_call> that is none", "a <tool_call> that is none", 0),
         ("<tool_call>{no}</tool_call> x", "<tool_call>{no}</tool_call> x", 0),
         ("a < b <tool", "a < b <tool", 0),
+        (CALL.removesuffix("</tool_call>"), None, 1),
+        ("So: " + CALL.removesuffix("l_call>"), "So: " + CALL.removesuffix("l_call>"), 0),
     ],
 )
 def test_calls_are_read_out_of_the_text(server: Server, text: str, content: str | None, calls: int) -> None:
@@ -198,6 +203,86 @@ def test_calls_are_read_out_of_the_text(server: Server, text: str, content: str 
     assert [part.index for part in parts] == list(range(calls))
     untouched = server.client.chat.completions.create(**options, tool_choice="none")
     assert untouched.choices[0].message.content == text
+
+
+def test_one_call_alone_is_answered_where_the_client_takes_one_at_a_time(server: Server) -> None:
+    model = server.with_backend("scripted", Scripted(server.tokenizer, f"{CALL}{CALL}{CALL}"))
+    messages: Any = [{"role": "user", "content": "?"}]
+    answer = server.client.chat.completions.create(
+        model=model, messages=messages, tools=[TOOL], parallel_tool_calls=False
+    )
+    assert len(answer.choices[0].message.tool_calls or []) == 1
+
+
+class _Template:
+    """A model whose chat template is the one given."""
+
+    def __init__(self, server: Server, template: str) -> None:
+        self._server = server
+        tokenizer = copy.deepcopy(server.tokenizer)
+        tokenizer.chat_template = template
+        self.name = server.with_backend("templated", server.models["code"].backend)
+        server.models[self.name] = replace(server.models[self.name], tokenizer=tokenizer)
+
+    def prompt(self, messages: Any, **fields: Any) -> str:
+        body = {"model": self.name, "messages": messages, **fields}
+        status, found, _ = self._server.ask("POST", "/tokenize", body)
+        assert status == 200, found
+        read = self._server.ask("POST", "/detokenize", {"model": "code", "tokens": found["tokens"]})
+        return str(read[1]["prompt"])
+
+
+def test_templates_get_what_they_know(server: Server) -> None:
+    """Messages of developers where they know of them, tools as the client wrote them, and values of their own."""
+    known = "{% for m in messages %}{% if m.role == 'system' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
+    assert _Template(server, known).prompt(messages) == "[Be brief.]"
+    assert _Template(server, known.replace("system", "developer")).prompt(messages) == "[Be brief.]"
+    tools = _Template(server, "{% for t in tools %}{{ t | tojson }}{% endfor %}")
+    assert json.loads(tools.prompt(messages, tools=[TOOL])) == TOOL
+    thinks = _Template(server, "{{ 'think' if enable_thinking else 'answer' }}")
+    assert thinks.prompt(messages, chat_template_kwargs={"enable_thinking": True}) == "think"
+    assert thinks.prompt(messages, chat_template_kwargs={"enable_thinking": False}) == "answer"
+    status, body, _ = server.ask(
+        "POST",
+        "/v1/chat/completions",
+        {"model": "code", "messages": messages, "chat_template_kwargs": {"messages": []}},
+    )
+    assert (status, body["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"continue_final_message": True},
+        {"include_stop_str_in_output": True},
+        {"skip_special_tokens": False},
+        {"add_generation_prompt": False},
+        {"allowed_token_ids": [1]},
+        {"truncate_prompt_tokens": 5},
+        {"ebnf": "root ::= 'a'"},
+        {"json_schema": "{}"},
+        {"echo": True},
+    ],
+)
+def test_what_would_change_the_output_is_refused_by_name(server: Server, field: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    status, body, _ = server.ask("POST", "/v1/chat/completions", {"model": "code", "messages": messages, **field})
+    assert (status, [body["error"]["param"]]) == (400, list(field))
+
+
+def test_log_probabilities_name_parts_of_characters_by_their_bytes(server: Server) -> None:
+    texts = TokenTexts(server.tokenizer)
+    tokens = server.tokenizer("\u00e9\U0001f469x")["input_ids"]
+    assert len(tokens) > 4
+    entries = [TokenLogprobs(-1.0, ((token, -1.0), (0, -2.0))) for token in tokens[:-1]]
+    found, end = texts.completion(tokens, [*entries, TokenLogprobs(-9.0, ((0, -0.1),))], 7)
+    assert end == 7 + 3
+    assert found.text_offset[0] == 7
+    assert found.text_offset == sorted(found.text_offset)
+    assert any(name.startswith("bytes:\\x") for name in found.tokens)
+    for name, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top[name] == value, "the chosen token is always there"
 
 
 def test_a_conversation_with_calls_and_results_goes_on(server: Server) -> None:

@@ -265,7 +265,7 @@ def check_export(url: str) -> None:
     """Ray's own exporter shows the same counter, and histograms as Prometheus's series of them."""
     latencies = Latencies()
     for seconds, times in ((0.004, 1), (0.02, 3), (99.0, 1)):
-        latencies.token_came(latencies.between_tokens, seconds, times)
+        latencies.tokens_came(latencies.between_tokens, seconds * times, times)
     export = RayExport("code", "ingress-1")
     for _ in range(2):  # the same again changes nothing
         export.show([latencies.between_tokens.sample()])

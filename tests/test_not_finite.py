@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save("llama", LLAMA | dict(tie_word_embeddings=False), tmp_path_factory.mktemp("overflows"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        model.get_input_embeddings().weight[OVERFLOWS] = torch.inf
+        embeddings: Any = model.get_input_embeddings()
+        embeddings.weight[OVERFLOWS] = torch.inf
     model.save_pretrained(folder)
     return folder
 
