@@ -133,7 +133,7 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
         each=growing.each if placement.gpus else growing.each or EACH_ON_CPUS,
         overrule=cascade or growing.overrule,
     )
-    drafter: Drafter = ModelDrafter(runner, growing, own)
+    drafter: Drafter = ModelDrafter(runner, growing, own, patient=False)
     if cascade:
         drafter = CascadeDrafter(drafter, _inner(config, runner))
     if own is not None and targets is not None:
@@ -207,7 +207,7 @@ def _local(config: LocalConfig, name: LocalName, target: ModelRunner, tokenizer:
     if name == "retrieval" and config.documents is not None:
         return RetrievalDrafter(Documents(load_documents(config.documents, tokenizer)))
     makers: dict[LocalName, Callable[[], Drafter]] = {
-        "early-exit": lambda: EarlyExitDrafter(target, tokenizer=tokenizer),
+        "early-exit": lambda: EarlyExitDrafter(target, tokenizer=tokenizer, patient=False),
         "jacobi": JacobiDrafter,
         "suffix": lambda: SuffixDrafter(shared=config.shared),
         "ngram": NgramDrafter,

@@ -6,6 +6,8 @@ and rolls back.
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 import xgrammar
@@ -14,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.types import Grammar, InvalidRequest
 
 _CACHE_BYTES = 256 * 1024 * 1024  # of compiled grammars
+_MOST_BEGUN = 256  # grammars that are known to be compiled
 _MOST_WHITESPACE = 24  # characters in a row in JSON: small models would go on with it for ever
 _WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.\w+:\d+: ")  # in front of xgrammar's messages
 
@@ -25,6 +28,22 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiler: xgrammar.GrammarCompiler | None = None
+        self._begun: dict[Grammar, Future[None]] = {}  # compiled on a thread, or being so
+        self._thread: ThreadPoolExecutor | None = None
+
+    def ready(self, grammar: Grammar) -> bool:
+        """Whether `compile` takes no time any more, be it to refuse; else another thread begins with it."""
+        if grammar not in self._begun:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-grammar")
+            if len(self._begun) == _MOST_BEGUN:
+                del self._begun[next(iter(self._begun))]
+            self._begun[grammar] = self._thread.submit(self._try, grammar)
+        return self._begun[grammar].done()
+
+    def _try(self, grammar: Grammar) -> None:
+        with suppress(InvalidRequest):  # who compiles it next hears of it
+            self.compile(grammar)
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Raises InvalidRequest for a grammar that makes no sense. Equal grammars are compiled once."""

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from engine.runner import ModelRunner
 from engine.types import MAX_TOKEN_ID, GenerationRequest, Grammar, InvalidRequest, SamplingParams
 from engine.windows import FixedTree
 from tests import exact
+from tests.cluster_fixtures import until
 from tests.exact import Tokens, audit
 
 SIZE = 4096
@@ -317,3 +319,37 @@ def test_a_draft_copes_with_ids_that_it_does_not_know(draft: ModelRunner) -> Non
         drafter.commit(1, [5, SIZE, 2**31 - 1])
     drafter.check()
     drafter.close(1)
+
+
+def test_a_draft_with_other_sessions_does_not_wait_for_a_grammar(
+    draft: ModelRunner, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_it, go_on = Vocabulary.compile, threading.Event()
+
+    def compile_slowly(vocabulary: Vocabulary, grammar: Grammar) -> Any:
+        if threading.current_thread().name.startswith("paceline-grammar"):
+            assert go_on.wait(30)
+        return compile_it(vocabulary, grammar)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_slowly)
+    drafter = ModelDrafter(draft, tokenizer=tokenizer, patient=False)
+    params = SamplingParams(grammar=Grammar("regex", "[0-9]{40}"))
+    prompt, digit = [5, 6, 7], tokenizer("7")["input_ids"][0]
+
+    def guessed() -> str:
+        while drafter.grow():
+            pass
+        tree = drafter.tree(1)
+        return "".join(tokenizer.decode(tree.likeliest(8, 0.0)))
+
+    drafter.open(1, prompt, params)
+    assert not guessed().isdigit()  # as if it had none
+    go_on.set()
+    vocabulary = drafter._vocabulary
+    assert vocabulary is not None
+    until(lambda: vocabulary.ready(params.grammar or Grammar("json_object")), "the grammar is compiled")
+    drafter.commit(1, [digit])
+    drafter.commit(1, [digit + 1])  # nothing of the old tree is left
+    assert guessed().isdigit()
+    drafter.close(1)
+    drafter.check()

@@ -25,10 +25,11 @@ class EarlyExitDrafter(ModelDrafter):
         layers: int | None = None,
         growing: Growing | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
+        patient: bool = True,
     ) -> None:
-        """layers: of the target, two thirds of them by default; tokenizer: see ModelDrafter. Raises ModelError."""
+        """layers: of the target, two thirds of them by default; tokenizer, patient: see ModelDrafter. Raises ModelError."""
         runner = target.first_layers(layers or max(1, target.layers * 2 // 3))
-        super().__init__(runner, growing or Growing(max_nodes=_NODES), tokenizer, seals=False)
+        super().__init__(runner, growing or Growing(max_nodes=_NODES), tokenizer, seals=False, patient=patient)
 
     def pages(self) -> set[int]:
         """See TakesPages."""

@@ -4,6 +4,7 @@ Where the text repeats itself, a lookup puts its continuation into the tree at o
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
 from engine.step import end_tokens
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
-from engine.types import FloatArray, IntArray, SamplingParams
+from engine.types import FloatArray, IntArray, InvalidRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class _Session:
         self.free_slots: list[int] = tree_lease.slots.tolist()
         self.tree = TokenTree(tokens[-1], capacity, params.temperature == 0)
         self.processors = processors
+        self.awaits: SamplingParams | None = None  # the same with a grammar, which is still being compiled
         self.lookup = lookup
         lookup.hang(self.tree)
 
@@ -118,13 +120,15 @@ class ModelDrafter:
         growing: Growing | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
         seals: bool = True,
+        patient: bool = True,
     ) -> None:
         """tokenizer: without it, sessions with a grammar are guessed at as if they had none.
 
+        patient: waits for grammars to be compiled; else sessions do without until they are, as others would wait too.
         seals: keep full pages for who opens the same prefix; not where a whole model shares the pool with its part.
         """
         self._runner = runner
-        self._seals = seals
+        self._seals, self._patient = seals, patient
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._growing = growing or Growing()
         self._sessions: dict[int, _Session] = {}
@@ -134,17 +138,9 @@ class ModelDrafter:
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
         self._release(session)  # opened again, it has its text once more: nothing of it is shared twice
-        if self._vocabulary is None:
-            params = replace(params, grammar=None)
+        whole, params = params, params if self._knows(params) else replace(params, grammar=None)
         prompt = len(tokens) if prompt is None else prompt
-        processors = make_processors(
-            params,
-            self._known(tokens),
-            prompt,
-            end_tokens(params, self._runner),
-            self._runner.vocab_size,
-            self._vocabulary,
-        )
+        processors = self._processors(params, tokens, prompt)
         pool, growing = self._runner.pool, self._growing
         chain = HandleChain(tokens)
         lease, known = pool.lease_known(len(tokens), len(tokens), chain.digests(pool.page_size))
@@ -156,6 +152,7 @@ class ModelDrafter:
         lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup, self._shared)
         held = _Session(list(tokens), prompt, params, lease, tree_lease, growing.max_nodes, lookup, processors)
         held.chain, held.computed = chain, known
+        held.awaits = whole if params is not whole and self._vocabulary is not None else None
         self._sessions[session] = held
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
@@ -165,6 +162,10 @@ class ModelDrafter:
         old = len(held.tokens)
         root_computed = held.computed == old
         held.tokens.extend(tokens)
+        if held.awaits is not None and self._knows(held.awaits):
+            with suppress(InvalidRequest):  # guessed at as if it had none
+                held.processors = self._processors(held.awaits, held.tokens[:old], held.prompt)
+            held.awaits = None
         pool.extend(held.lease, len(held.tokens))
         moved = held.tree.commit(tokens)
         if root_computed:
@@ -178,6 +179,16 @@ class ModelDrafter:
         held.lookup.commit(tokens)
         held.lookup.hang(held.tree)
         return replace(moved, children=moved.children or int(held.tree.size > 1))
+
+    def _knows(self, params: SamplingParams) -> bool:
+        """Whether a session's grammar, if it has one, can be followed at once."""
+        if params.grammar is None or self._vocabulary is None:
+            return params.grammar is None
+        return self._patient or self._vocabulary.ready(params.grammar)
+
+    def _processors(self, params: SamplingParams, tokens: Sequence[int], prompt: int) -> Processors | None:
+        ends, size = end_tokens(params, self._runner), self._runner.vocab_size
+        return make_processors(params, self._known(tokens), prompt, ends, size, self._vocabulary)
 
     def grow(self) -> list[int]:
         """See Drafter."""
