@@ -200,7 +200,8 @@ def test_a_draft_that_fails_is_a_draft_that_left(
 def test_a_draft_without_room_costs_speed_only(
     target: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch, kv_tokens: int
 ) -> None:
-    """Too small for all sessions at once, in the second case for what they become."""
+    """Too small for all sessions at once, in the second case for what they become. What is refused is asked for again."""
+    monkeypatch.setattr(draft_state, "REFUSED_S", 0.0)  # these requests are over before the usual time is
     wanted = case(0.7)
     small = ModelRunner(exact.DRAFT, dtype="float32", kv_tokens=kv_tokens)
     drafter = ModelDrafter(small, Growing(max_nodes=32))
@@ -215,7 +216,8 @@ def test_a_draft_without_room_costs_speed_only(
         assert small.pool.used_pages == 0
 
 
-def test_a_session_that_outgrows_the_draft_is_dropped_and_asked_for_again() -> None:
+def test_a_session_that_outgrows_the_draft_is_dropped_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_state, "REFUSED_S", 0.0)
     small = ModelRunner(exact.DRAFT, dtype="float32", kv_tokens=64)  # two pages
     with drafting(ModelDrafter(small, Growing(max_nodes=32))) as drafts:
         near, far = memory_link()
