@@ -21,10 +21,11 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.intake import Overloaded
 from cluster.target_stats import TargetStats
+from deployments import serve as serving
 from deployments.app import INGRESS
 from deployments.backend import ServeBackend
 from deployments.config import ServeConfig
-from deployments.serve import APPLICATION, base_url
+from deployments.serve import APPLICATION, DeployError, base_url
 from deployments.service import ReplicaLost
 from engine.decode import decode
 from engine.runner import ModelRunner
@@ -136,6 +137,16 @@ def test_the_application_answers_over_http(targets: DeploymentHandle[Any], confi
     for path in ("health", "ready"):
         with urllib.request.urlopen(f"{base_url(config.http)}/{path}") as answer:
             assert answer.status == 200
+
+
+def test_what_others_have_deployed_is_not_taken_away(
+    targets: DeploymentHandle[Any], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve ends every application that a new configuration doesn't name: here ours, for one of another name."""
+    monkeypatch.setattr(serving, "APPLICATION", "another")
+    with pytest.raises(DeployError, match="the cluster serves paceline by a configuration"):
+        serving.deploy(config, lambda text: None)
+    assert list(serve.status().applications) == [APPLICATION]
 
 
 def test_streams_through_serve_equal_plain_decoding(targets: DeploymentHandle[Any], case: Case) -> None:
