@@ -43,10 +43,13 @@ class Pair:
     address: str
 
     def follow(self, *addresses: str) -> None:
-        """Until so many drafts are linked."""
+        """Until these drafts are linked; of none, links that stand are ended."""
 
         def linked() -> bool:
-            self.target.follow([DraftEntry(address, address, 0) for address in addresses])
+            if addresses:
+                self.target.follow([DraftEntry(address, address, 0) for address in addresses])
+            else:
+                self.target.drop()
             return self.target.stats().drafts == len(addresses)
 
         until(linked, "vLLM has the drafts that it was told of")
