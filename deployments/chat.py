@@ -131,7 +131,11 @@ def parse_call(text: str) -> FunctionCall | None:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     arguments = call.get("arguments", {})
-    return FunctionCall(name=call["name"], arguments=json.dumps(arguments)) if isinstance(arguments, dict) else None
+    return (
+        FunctionCall(name=call["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else None
+    )
 
 
 class WholeCall:

@@ -47,10 +47,12 @@ def probe(model: Any, layers: int, length: int, current: Current) -> Heads:
     """
     if model.base_model is model or model.get_output_embeddings() is None:
         raise Unsupported("has no decoder and output layer that can be told apart")
-    tokens = torch.tensor([[0, 1]], device=model.device)
-    with refusing("can't run through transformers' attention interface"):
-        model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
-    called = {module: module.__dict__.pop("paceline") for module in model.modules() if "paceline" in module.__dict__}
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    text = torch.tensor([[token for token in range(3) if token != padding][:2]], device=model.device)
+    told, called = _run(model, text, position_ids=torch.tensor([[0, 1]], device=model.device))
+    counted, _ = _run(model, text)
+    if not torch.allclose(told, counted, rtol=0.01, atol=0.01):  # as behind padding: ours would be other ones
+        raise Unsupported("does not count positions from 0")
     calls = {int(module.layer_idx): call for module, call in called.items()}
     if len(called) != layers or set(calls) != set(range(layers)):
         raise Unsupported(f"asks for attention in {len(called)} of {layers} layers")
@@ -80,6 +82,14 @@ def refusing(what: str) -> Iterator[None]:
 def _keep_mask(*_: Any, mask_function: Mask, **kwargs: Any) -> Mask:
     """In place of a mask, the rule that makes it."""
     return mask_function
+
+
+def _run(model: Any, text: torch.Tensor, **given: torch.Tensor) -> tuple[torch.Tensor, dict[Any, _Call]]:
+    """The last hidden states, which know of positions by their embeddings alone, and what attention modules were told."""
+    with refusing("can't run through transformers' attention interface"):
+        hidden: torch.Tensor = model.base_model(input_ids=text, use_cache=False, **given).last_hidden_state
+    called = {module: module.__dict__.pop("paceline") for module in model.modules() if "paceline" in module.__dict__}
+    return hidden.float(), called
 
 
 def _record(

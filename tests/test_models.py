@@ -197,6 +197,10 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "bert",
         LLAMA | dict(num_hidden_layers=2, is_decoder=False),
     ),
+    "RobertaForCausalLM does not count positions from 0": (
+        "roberta",
+        LLAMA | dict(num_hidden_layers=2, is_decoder=True),
+    ),
     "DiffLlamaForCausalLM has attention that is not one per layer": ("diffllama", LLAMA),
     "Gemma4ForCausalLM has keys and values of several sizes": (
         "gemma4_text",
