@@ -16,7 +16,7 @@ from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, S
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
 MIRROR_NODES = 512
-_MOST_ASKED = 8  # a draft that asks for a prefix and never grows anything is told it after 2, 4... 256 tokens more
+_MOST_ASKED = 8  # a draft that asks for a prefix and never grows anything is told it after 1, 2, 4... 256 tokens more
 SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
 
 

@@ -359,6 +359,8 @@ class ServeConfig(_Settings):
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ValueError(f"models: two have the name {next(name for name in names if names.count(name) > 1)}")
+        if len({model.target_deployment for model in self.models}) < len(names):
+            raise ValueError("models: the names of two differ by / and -- alone, and so would their deployments'")
         if self.http.port == self.grpc.port:
             raise ValueError(f"grpc.port: {self.grpc.port} is the HTTP port")
         for model in self.models:

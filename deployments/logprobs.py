@@ -8,10 +8,10 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from deployments.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from engine.text import UNFINISHED
 from engine.types import TokenLogprobs
 
 _LOWEST = -9999.0  # JSON has no -inf
-_UNFINISHED = "\ufffd"
 _SPACE = "\u2581"  # how vocabularies of SentencePiece's kind write it
 _ONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # and how they write bytes
 
@@ -41,7 +41,7 @@ class TokenTexts:
     def name(self, token: int) -> str:
         """Its text; of a part of a character, which has none, its bytes, as OpenAI's completions write them."""
         text = self.text(token)
-        if _UNFINISHED not in text:
+        if UNFINISHED not in text:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes(token))
 

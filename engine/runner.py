@@ -7,7 +7,7 @@ and values to the pool and lets every row see its own path: the committed prefix
 import copy
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,7 +95,8 @@ class ModelRunner:
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.hidden_size = int(config.hidden_size)
-        self.max_length = context_length(config.to_dict())
+        known = getattr(config, "max_position_embeddings", None)  # some settings have it by another name
+        self.max_length = context_length({"max_position_embeddings": known} | config.to_dict())
         self.layers = int(config.num_hidden_layers)
         replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
         self._current = Current()
@@ -139,7 +140,7 @@ class ModelRunner:
         model, loading = loaded
         if missing := sorted(loading["missing_keys"]):  # transformers would make them up
             raise ModelError(f"{self.path} can't be loaded: {len(missing)} weights are missing, {missing[0]} first")
-        if unused := sorted(name for name in loading["unexpected_keys"] if _has_place(model, name)):
+        if unused := _without_a_place(model, loading["unexpected_keys"]):
             reason = f"by its settings {len(unused)} of its weights are for nothing, {unused[0]} first"
             raise ModelError(f"{self.path} can't be loaded: {reason}")
         if self.invariant and _mixes_experts(model):
@@ -278,10 +279,11 @@ def _check_device(device: str) -> None:
         raise ModelError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from error
 
 
-def _has_place(model: Any, name: str) -> bool:
-    """Whether a weight that nothing reads is a bias or factor of a module that is there: the model was made without it."""
-    module, _, kind = name.rpartition(".")
-    return kind in ("weight", "bias") and module in dict(model.named_modules())
+def _without_a_place(model: Any, unread: Iterable[str]) -> list[str]:
+    """Of the weights that nothing reads, biases and factors of modules that are there: these were made without them."""
+    modules = {name for name, _ in model.named_modules()}
+    split = {name: name.rpartition(".") for name in unread}
+    return sorted(name for name, (module, _, kind) in split.items() if kind in ("weight", "bias") and module in modules)
 
 
 def _mixes_experts(model: Any) -> bool:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 _BEFORE = 6  # tokens that say how a text begins behind them
 _BYTES = 8  # tokens without text that may yet become some: a character has at most four bytes
-_UNFINISHED = "\ufffd"  # what decoders make of a part of a character
+UNFINISHED = "\ufffd"  # what decoders make of a part of a character
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
@@ -74,7 +74,7 @@ class TextStream:
         pending = self._pending.copy()
         self._pending.clear()
         text = self._decode(pending)
-        if text.endswith(_UNFINISHED) and 1 < len(pending) <= _BYTES:  # the last one may be a beginning
+        if text.endswith(UNFINISHED) and 1 < len(pending) <= _BYTES:  # the last one may be a beginning
             self._begin([])
             return self._decode(pending[:-1]) + self.push(pending[-1])
         self._begin(pending)
@@ -82,7 +82,7 @@ class TextStream:
 
     def _begin(self, before: list[int]) -> None:
         text = self._decode(before)
-        if text and not text.endswith(_UNFINISHED):
+        if text and not text.endswith(UNFINISHED):
             self._whole = before
         self._stream = DecodeStream(ids=self._whole, skip_special_tokens=self._skips)
 

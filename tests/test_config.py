@@ -376,6 +376,9 @@ def test_names_may_say_whose_a_model_is() -> None:
     config = parse_config(changed("models", 0, "name", to="Qwen/Qwen2.5-7B-Instruct"))
     (model,) = config.models
     assert (model.name, model.target_deployment) == ("Qwen/Qwen2.5-7B-Instruct", "Qwen--Qwen2.5-7B-Instruct-target")
+    other = {**PAIR, "name": "Qwen--Qwen2.5-7B-Instruct"}
+    with pytest.raises(ConfigError, match="differ by / and -- alone"):
+        parse_config({"models": [{**PAIR, "name": model.name}, other]})
     for bad in ("/x", "x/", "a/b/c", "a//b"):
         with pytest.raises(ConfigError, match=r"models.0.name"):
             parse_config(changed("models", 0, "name", to=bad))

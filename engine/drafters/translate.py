@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from engine import tree_loops as loops
 from engine.drafters import Drafter
 from engine.kv import PoolExhausted
-from engine.text import TextStream
+from engine.text import UNFINISHED, TextStream
 from engine.tree import ROOT, Moved, TokenTree
 from engine.types import SamplingParams
 
@@ -28,7 +28,6 @@ _PARTS = 4  # tokens that a character can be cut into
 _CONTEXT = 16  # characters before the guess that the target's tokenizer sees
 _CUT_OFF = 0.5  # that the last token of a guess would not go on
 _GUESSES = 4  # of full length that the tree has room for
-_UNFINISHED = "\ufffd"  # what decoders make of a part of a character
 
 
 class _Session:
@@ -144,7 +143,7 @@ class OtherTokenizerDrafter:
         pieces = [
             self._draft.decode([*held.tail, *tokens[:n]], skip_special_tokens=False) for n in range(len(tokens) + 1)
         ]
-        ends = [len(piece.rstrip(_UNFINISHED)) - len(held.text) for piece in pieces]  # of each draft token
+        ends = [len(piece.rstrip(UNFINISHED)) - len(held.text) for piece in pieces]  # of each draft token
         if not pieces[-1].startswith(held.text) or ends[-1] <= 0:
             return
         guess = pieces[-1][len(held.text) : len(held.text) + ends[-1]]
