@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from cluster.best_place import BestPlace, Kind, Place
@@ -28,11 +29,11 @@ class LinkedDrafts:
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
         self._places = places
-        self._rest = Rest()
+        self._rests: dict[int, Rest] = {}
         self._best = self._measure_anew()
-        self._alone = False  # drafts are left alone
-        self._heard = False  # growth, since the last step
-        self._heard_last = False  # the same of the last step
+        self._heard: set[int] = set()  # drafts that said something since the last step
+        self._heard_last = False  # whether any did before the last step
+        self._accepted: Counter[int] = Counter()  # tokens, of the sessions of each draft, since the last step
 
     def __len__(self) -> int:
         return len(self._links)
@@ -49,7 +50,8 @@ class LinkedDrafts:
         self._links[draft] = link
         if self._loop is not None:
             self._loop.hear(link)
-        self._rest, self._best, self._alone = Rest(), self._measure_anew(), False  # it may be a better one
+        self._rests[draft], self._best = Rest(), self._measure_anew()  # it may be a better one
+        self._leave_alone_or_ask()
         self._state.draft_joined(draft)
         self.send()
 
@@ -63,27 +65,38 @@ class LinkedDrafts:
                 for message in messages:
                     self._state.received(draft, message)
                 grown = [len(message.tokens) for message in messages if isinstance(message, Growth)]
-                self._heard = self._heard or bool(grown)
+                if grown:
+                    self._heard.add(draft)
                 self._trace.add("growth", started, sum(grown))
             if not alive:
                 if self._loop is not None:
                     self._loop.forget(link)
-                del self._links[draft]
+                del self._links[draft], self._rests[draft]
+                self._heard.discard(draft)
                 self._state.draft_left(draft)
-                self._rest, self._best = Rest(), self._measure_anew()  # what is known was of all of them
+                self._best = self._measure_anew()  # what is known was of all of them
                 self._leave_alone_or_ask()
 
-    def stepped(self, accepted: int) -> None:
-        """A step ended that accepted so many draft tokens. Drafts that are never right are left alone for a while."""
-        self._heard_last, self._heard = self._heard, False
-        if self._links and self.place == "separate":
-            if self._rest.stepped(self._heard_last, accepted) and not self._rest.resting:
+    def accepted(self, session: int, tokens: int) -> None:
+        """The step that ends accepted so many draft tokens of a session, whose draft that speaks for."""
+        draft = self._state.draft_of(session)
+        if draft is not None:
+            self._accepted[draft] += tokens
+
+    def stepped(self) -> None:
+        """A step ended. A draft that is never right is left alone for a while."""
+        if self.place == "separate":
+            changed = [rest.stepped(draft in self._heard, self._accepted[draft]) for draft, rest in self._rests.items()]
+            if any(changed):
                 self._best.settle()
-            self._leave_alone_or_ask()
+                self._leave_alone_or_ask()
+        self._heard_last = bool(self._heard)
+        self._heard.clear()
+        self._accepted.clear()
 
     def took(self, kind: Kind, tokens: int, seconds: float) -> None:
         """How long the last step took in all, which says where drafts are best."""
-        if not self._rest.resting:
+        if not self._rests or not all(rest.resting for rest in self._rests.values()):
             self._best.stepped(kind, tokens, seconds, heard=self._heard_last or self.place == "shared")
             self._leave_alone_or_ask()
 
@@ -98,12 +111,8 @@ class LinkedDrafts:
         return BestPlace([place for place in self._places if place != "separate" or self._links])
 
     def _leave_alone_or_ask(self) -> None:
-        alone = self._rest.resting or self.place != "separate"
-        if alone and not self._alone:
-            self._state.drafts_left_alone()
-        elif self._alone and not alone:
-            self._state.drafts_asked_again()
-        self._alone = alone
+        elsewhere = self.place != "separate"
+        self._state.drafts_left_alone({draft for draft, rest in self._rests.items() if elsewhere or rest.resting})
 
     def send(self) -> None:
         """Everything that there is to say goes out."""

@@ -217,7 +217,7 @@ class TargetReplica:
             self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
         decoded = any(outcome.decoded for outcome in outcomes)
         if decoded:
-            self._drafts.stepped(sum(outcome.accepted for outcome in outcomes))
+            self._drafts.stepped()
         self._drafts.send()
         if decoded:
             step_s = time.monotonic() - started
@@ -324,6 +324,7 @@ class TargetReplica:
                 self._own.committed(running.session, plan, outcome)
                 if self._place == "shared":
                     self._shared.committed(running.session, plan, outcome)
+            self._drafts.accepted(running.session, outcome.accepted)
             hit = self._state.tokens_committed(running.session, outcome.tokens)
             self._stats.hits += hit and outcome.decoded
         running.buffered += outcome.tokens

@@ -4,7 +4,7 @@ Every session has a mirror of the tree that its draft grows. Growth is grafted w
 commit moves the mirror's root, and the messages to each draft are collected until the loop sends them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from engine.drafters.ngram import Earned, Lookup
@@ -74,41 +74,32 @@ class TargetState:
         self._next_session = replica << SESSION_BITS
         self._sessions: dict[int, _Session] = {}
         self._drafts: dict[int, list[Down]] = {}  # messages not taken yet
-        self._resting = False
+        self._alone: Set[int] = frozenset()  # drafts that get no sessions
         self.counters = Counters()
 
     # events
 
     def draft_joined(self, draft: int) -> None:
-        """A draft can take sessions; those without one go to it, also if others were left alone."""
+        """A draft can take sessions; those without one go to it, unless it is left alone from the start."""
         self._drafts[draft] = []
-        self.drafts_asked_again()
+        self._attach_those_without()
 
     def draft_left(self, draft: int) -> None:
         """A draft is gone: its sessions go to another, if there is one. Mirrors stay, their nodes are as good as before."""
         self._drafts.pop(draft, None)
-        orphans = {session: held for session, held in self._sessions.items() if held.draft == draft}
-        for held in orphans.values():
-            held.draft = None
-        for session, held in orphans.items():
-            self._attach(session, held)
-            self.counters.reattached += held.draft is not None
+        self._alone -= {draft}
+        self._leave(draft)
+        self._attach_those_without()
 
-    def drafts_left_alone(self) -> None:
-        """What drafts say is of no use: they forget their sessions and get no others until `drafts_asked_again`."""
-        self._resting = True
-        for session, held in self._sessions.items():
-            if held.draft is not None:
-                self._drafts[held.draft].append(Close((session,)))
-                held.draft = None
-
-    def drafts_asked_again(self) -> None:
-        """They may have become better: sessions without a draft get one."""
-        self._resting = False
-        for session, held in self._sessions.items():
-            if held.draft is None and not held.alone:
-                self._attach(session, held)
-                self.counters.reattached += held.draft is not None
+    def drafts_left_alone(self, drafts: Set[int]) -> None:
+        """These, of all drafts, get no sessions until others are named. What they have goes to the rest, if there is one."""
+        if drafts == self._alone:
+            return
+        begun, self._alone = drafts - self._alone, frozenset(drafts)
+        for draft in begun:
+            if left := self._leave(draft):
+                self._drafts[draft].append(Close(tuple(left)))
+        self._attach_those_without()
 
     def session_opened(
         self, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None, alone: bool = False
@@ -199,6 +190,10 @@ class TargetState:
         """Whether a draft works for this session."""
         return self._sessions[session].draft is not None
 
+    def draft_of(self, session: int) -> int | None:
+        """The draft that works for this session."""
+        return self._sessions[session].draft
+
     def take_messages(self) -> dict[int, list[Down]]:
         """The messages for each draft since the last call."""
         taken = {draft: messages for draft, messages in self._drafts.items() if messages}
@@ -222,13 +217,26 @@ class TargetState:
         """How many there are."""
         return len(self._sessions)
 
+    def _leave(self, draft: int) -> list[int]:
+        """The sessions that were with a draft; now they are with none."""
+        left = [session for session, held in self._sessions.items() if held.draft == draft]
+        for session in left:
+            self._sessions[session].draft = None
+        return left
+
+    def _attach_those_without(self) -> None:
+        for session, held in self._sessions.items():
+            if held.draft is None and not held.alone:
+                self._attach(session, held)
+                self.counters.reattached += held.draft is not None
+
     def _attach(self, session: int, held: _Session) -> None:
-        """Gives a session to the draft with the fewest, unless they are left alone.
+        """Gives a session to the draft with the fewest, of those that are not left alone.
 
         Each replica begins with another draft, or all would begin with the first.
         """
-        if self._drafts and not self._resting:
-            order = list(self._drafts)
+        order = [draft for draft in self._drafts if draft not in self._alone]
+        if order:
             first = self._replica % len(order)
             loads = dict.fromkeys(order[first:] + order[:first], 0)
             for other in self._sessions.values():

@@ -147,7 +147,8 @@ class Served:
             below = np.full(1, -1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
             self.links[-1][1].send([Growth(self.session, KVHandle(2, bytes(16)), *below)])
         self.drafts.receive()
-        self.drafts.stepped(accepted)
+        self.drafts.accepted(self.session, accepted)
+        self.drafts.stepped()
         self.drafts.took(ONE, 2, seconds_with if with_drafts else seconds_without)
         self.drafts.send()
         self.state.check()
@@ -238,7 +239,7 @@ def test_a_target_whose_last_draft_leaves_while_it_rests_measures_on(make_served
     for _ in range(2_000):
         served.drafts.receive()
         found[served.drafts.place] += 1
-        served.drafts.stepped(1)
+        served.drafts.stepped()
         served.drafts.took(ONE, 2, 1.0 if served.drafts.place == "none" else 2.0)
     assert found["none"] > 0.8 * 2_000
 

@@ -152,8 +152,8 @@ def test_nonsense_from_a_draft_changes_nothing(
 def test_prompts_alone_put_no_draft_to_rest(
     target: ModelRunner, draft: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted: list[int] = []
-    monkeypatch.setattr(LinkedDrafts, "stepped", lambda self, accepted: counted.append(accepted))
+    counted: list[LinkedDrafts] = []
+    monkeypatch.setattr(LinkedDrafts, "stepped", counted.append)
     long = [request for request in case().requests if len(request.prompt) > 1]
     ones = [replace(each, params=replace(each.params, max_tokens=1), salt=b"read once") for each in long]
     with drafting(ModelDrafter(draft)) as drafts, serving(target, max_batch=1) as replica, memory(replica, drafts):
