@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import re
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -17,6 +19,10 @@ _READ_ON = (
     16  # of a body that is too large, so many times the limit are read: else its sender would never see the answer
 )
 _READ_S = 60.0  # for a body
+SILENT_S = 10.0  # a stream says something at least so often
+_COMMENT = b": waiting\n\n"
+_REQUEST_ID = "X-Request-Id"
+_SOUND_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _JSON = "application/json"
 
 Result = TypeVar("Result")
@@ -85,27 +91,50 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _end(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancels them, and waits until they are over."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def first_event(request: Request, events: AsyncGenerator[str]) -> "asyncio.Future[str]":
+    """The first event, which is there unless it takes SILENT_S. Raises what comes in its place until then, or ClientGone.
+
+    When it raises, the generator is closed.
+    """
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await unless_gone(request, asyncio.wait({first}, timeout=SILENT_S))
+        if first.done():
+            first.result()
+    except BaseException:
+        await _end(first)
+        await events.aclose()
+        raise
+    return first
+
+
 class EventStream(Response):
     """Server-sent events. `[DONE]` comes after success only; a failure is an event of its own.
 
+    While there is nothing to say, comments are sent, which clients skip: what stands between hangs up on silence.
     However it ends, the events' generator is closed: when the client goes away, too.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: str, events: AsyncGenerator[str], on_error: Callable[[Exception], dict[str, Any]], request_id: str
+        self,
+        first: "asyncio.Future[str]",
+        events: AsyncGenerator[str],
+        on_error: Callable[[Exception], dict[str, Any]],
+        headers: Mapping[str, str],
     ) -> None:
         """first: the first event. on_error: the event for a failure."""
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": request_id}
-        super().__init__(None, headers=headers)
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._first, self._events, self._on_error = first, events, on_error
+        self._spoke = False  # since the last comment was due
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See Response."""
@@ -115,19 +144,47 @@ class EventStream(Response):
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _end(sending, gone)
+            await _end(self._first)
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": _event(self._first), "more_body": True})
+        breathing = asyncio.ensure_future(self._breathe(send))
         try:
+            await self._say(send, _event(await self._first))
             async for data in self._events:
-                await send({"type": "http.response.body", "body": _event(data), "more_body": True})
+                await self._say(send, _event(data))
             last = "[DONE]"
         except Exception as error:  # noqa: BLE001  the edge of the process: it is told to the client
             last = json.dumps(self._on_error(error))
+        finally:
+            await _end(breathing)
         await send({"type": "http.response.body", "body": _event(last), "more_body": False})
+
+    async def _say(self, send: Send, data: bytes) -> None:
+        self._spoke = True
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _breathe(self, send: Send) -> None:
+        while True:
+            if not self._spoke:
+                await self._say(send, _COMMENT)
+            self._spoke = False
+            await asyncio.sleep(SILENT_S)
 
 
 def _event(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
+
+
+def request_id(request: Request) -> str:
+    """What it is known by, in answers and logs: as its client or a proxy calls it, else a new one."""
+    given = request.headers.get(_REQUEST_ID, "")
+    if not hasattr(request.state, "request_id"):
+        request.state.request_id = given if _SOUND_ID.fullmatch(given) else uuid.uuid4().hex
+    return str(request.state.request_id)
+
+
+def id_headers(request: Request) -> dict[str, str]:
+    """The header that tells it. Where the request had one, Serve's proxy answers with that, which may be its own."""
+    return {} if _REQUEST_ID in request.headers else {_REQUEST_ID: request_id(request)}

@@ -51,14 +51,13 @@ class ApiError(Exception):
         """In OpenAI's shape."""
         return ErrorBody(error=ErrorDetail(**{k: getattr(self, k) for k in ErrorDetail.model_fields})).model_dump()
 
-    @property
-    def response(self) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body, self.status, dict(self.headers))
+    def response(self, headers: Mapping[str, str]) -> JSONResponse:
+        """The answer, with these headers too."""
+        return JSONResponse(self.body, self.status, {**self.headers, **headers})
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """The error that a client gets; what nobody foresaw is logged, and told without details."""
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """The error that a client gets; what nobody foresaw is logged, by the request's id, and told without details."""
     later = {"Retry-After": str(RETRY_AFTER_S)}
     match error:
         case ApiError():
@@ -84,7 +83,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(
                 error.status_code, HTTPStatus(error.status_code).phrase.lower(), headers=error.headers or {}
             )
-    logger.error("a request failed", exc_info=error)
+    logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, "the server failed to answer", "server_error", code="internal_error")
 
 

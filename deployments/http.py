@@ -21,7 +21,16 @@ from starlette.responses import JSONResponse, Response
 from deployments import openai
 from deployments import openai_answers as shapes
 from deployments.answers import Answer, ChatAnswer, CompletionAnswer, Job
-from deployments.asgi import MAX_BODY, ClientGone, EventStream, read_json, unless_gone
+from deployments.asgi import (
+    MAX_BODY,
+    ClientGone,
+    EventStream,
+    first_event,
+    id_headers,
+    read_json,
+    request_id,
+    unless_gone,
+)
 from deployments.chat import TaggedCalls, WholeCall, chat_prompt, forced_call
 from deployments.errors import FORESEEN, ApiError, ErrorBody, as_api_error
 from deployments.fields import GenerationFields, Sampling, draw_seed, find_model, make_requests, validated
@@ -91,7 +100,9 @@ class Api:
         """Continues prompts."""
         body, model = await self._asked(request, openai.CompletionRequest)
         with _named({"grammar": "response_format", **_OURS}):
-            job, echo = await asyncio.to_thread(_completion_job, body, model, request.state.salt)
+            job, echo = await asyncio.to_thread(
+                _completion_job, f"cmpl-{request_id(request)}", body, model, request.state.salt
+            )
         return await self._answer(request, body, CompletionAnswer(job, self._texts_of(model), echo))
 
     async def chat(self, request: Request) -> Response:
@@ -102,7 +113,7 @@ class Api:
         with _named(
             {"prompt": "messages", "logprobs": "top_logprobs", "grammar": grammar, "max_tokens": limit, **_OURS}
         ):
-            job = await asyncio.to_thread(_chat_job, body, model, request.state.salt)
+            job = await asyncio.to_thread(_chat_job, f"chatcmpl-{request_id(request)}", body, model, request.state.salt)
         readers = [_reader(body) for _ in job.requests]
         return await self._answer(request, body, ChatAnswer(job, self._texts_of(model), readers))
 
@@ -138,19 +149,18 @@ class Api:
     async def _answer(
         self, request: Request, body: openai.CompletionRequest | openai.ChatRequest, answer: Answer
     ) -> Response:
-        """Runs the job. Until there is something to say, failures are statuses; in a stream they are events."""
+        """Runs the job. Until there is something to say, or to be silent no longer, failures are statuses; in a stream they
+        are events.
+        """
         job = answer.job
         pieces = self._service.run_all(job.model, job.requests, body.paceline.timeout_s)
         if not body.stream:
             text = await unless_gone(request, answer.whole(pieces))
-            return Response(text, media_type="application/json", headers={"X-Request-Id": job.id})
+            return Response(text, media_type="application/json", headers=id_headers(request))
         events = answer.events(pieces)
-        try:
-            first = await unless_gone(request, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(first, events, lambda error: as_api_error(error).body, job.id)
+        first = await first_event(request, events)
+        known_by = request_id(request)
+        return EventStream(first, events, lambda error: as_api_error(error, known_by).body, id_headers(request))
 
     def _texts_of(self, model: ServedModel) -> TokenTexts:
         return self._texts.setdefault(model.name, TokenTexts(model.tokenizer))
@@ -182,29 +192,31 @@ def _fields(body: openai.CompletionRequest | openai.ChatRequest, **given: Any) -
 
 
 def _job(
-    kind: str,
+    name: str,
     model: ServedModel,
     requests: list[GenerationRequest],
     body: openai.CompletionRequest | openai.ChatRequest,
 ) -> Job:
     stats = body.paceline.stats
-    return Job(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model, requests, body.n, body.include_usage, stats)
+    return Job(name, int(time.time()), model, requests, body.n, body.include_usage, stats)
 
 
-def _completion_job(body: openai.CompletionRequest, model: ServedModel, salt: bytes) -> tuple[Job, list[str]]:
+def _completion_job(
+    name: str, body: openai.CompletionRequest, model: ServedModel, salt: bytes
+) -> tuple[Job, list[str]]:
     """The job, and what each text of it begins with. Raises InvalidRequest."""
-    request_id = uuid.uuid4().hex
+    unique = uuid.uuid4().hex
     seed = draw_seed() if body.seed is None else body.seed
     given = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "grammar": body.grammar(), "seed": seed}
     requests, echo = [], []
     for at, prompt in enumerate(body.prompt):
-        requests += make_requests(_fields(body, prompt=prompt, **given), model, f"{request_id}-{at}", salt)
+        requests += make_requests(_fields(body, prompt=prompt, **given), model, f"{unique}-{at}", salt)
         written = prompt if isinstance(prompt, str) else str(model.tokenizer.decode(list(prompt)))
         echo += [written if body.echo else ""] * body.n
-    return _job("cmpl", model, requests, body), echo
+    return _job(name, model, requests, body), echo
 
 
-def _chat_job(body: openai.ChatRequest, model: ServedModel, salt: bytes) -> Job:
+def _chat_job(name: str, body: openai.ChatRequest, model: ServedModel, salt: bytes) -> Job:
     """Raises InvalidRequest."""
     tools = () if body.tool_choice == "none" else body.tools
     fields = _fields(
@@ -214,7 +226,7 @@ def _chat_job(body: openai.ChatRequest, model: ServedModel, salt: bytes) -> Job:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=forced_call(body) or body.grammar(),
     )
-    return _job("chatcmpl", model, make_requests(fields, model, uuid.uuid4().hex, salt), body)
+    return _job(name, model, make_requests(fields, model, uuid.uuid4().hex, salt), body)
 
 
 def _reader(body: openai.ChatRequest) -> TaggedCalls | WholeCall | None:
@@ -281,13 +293,13 @@ def _guarded_routes(api: Api) -> APIRouter:
 
 def _handle_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response
+        return as_api_error(error, request_id(request)).response(id_headers(request))
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_GONE)
 
     async def refuse(request: Request, error: Exception) -> Response:
-        return ApiError(400, "the address or its query is not as documented").response
+        return ApiError(400, "the address or its query is not as documented").response(id_headers(request))
 
     for kind in (*FORESEEN, Exception):
         app.add_exception_handler(kind, answer)

@@ -78,6 +78,20 @@ class Hanging:
             self.closed += 1
 
 
+class Held:
+    """Says nothing until it may, then a token or an error; implements Backend."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.may = threading.Event()
+        self._error = error
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
+        await asyncio.to_thread(self.may.wait, PATIENCE_S)
+        if self._error is not None:
+            raise self._error
+        yield TokenChunk(request.request_id, (50,), ("target",), "length")
+
+
 class Endless:
     """Says tokens without end; implements Backend."""
 

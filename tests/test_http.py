@@ -355,7 +355,7 @@ def test_a_stream_is_events_and_done(server: Server) -> None:
     assert done == "[DONE]"
     chunks = [json.loads(event) for event in events]
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
-    assert {chunk["id"] for chunk in chunks} == {headers["x-request-id"]}
+    assert {chunk["id"] for chunk in chunks} == {f"cmpl-{headers['x-request-id']}"}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 

@@ -14,6 +14,7 @@ from schemathesis.core.result import Ok
 from transformers import PreTrainedTokenizerFast
 
 from cluster.intake import Overloaded
+from deployments import asgi
 from deployments.http import make_app
 from deployments.service import ReplicaLost, ServedModel, Service
 from engine.runner import ModelRunner
@@ -25,6 +26,7 @@ from tests.http_fixtures import (
     Endless,
     Gone,
     Hanging,
+    Held,
     Refusing,
     Server,
     assert_shape,
@@ -249,6 +251,42 @@ def test_a_deadline_is_a_status_before_the_first_token_and_an_event_after(server
     assert status == 200
     assert json.loads(chunks_of(text)[-1])["error"]["code"] == "deadline_exceeded"
     until(lambda: mute.closed == hanging.closed == 1, "the work stops")
+
+
+@pytest.mark.parametrize("error", [None, Overloaded("full")])
+def test_a_stream_that_has_nothing_to_say_yet_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    monkeypatch.setattr(asgi, "SILENT_S", 0.01)
+    held = Held(error)
+    body = {"model": server.with_backend("held", held), "prompt": "x", "stream": True}
+    connection = server.connect()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert [answer.readline() for _ in range(4)] == [b": waiting\n", b"\n"] * 2
+    held.may.set()
+    last = [line for line in answer.read().decode().splitlines() if line.startswith("data: ")][-1]
+    connection.close()
+    if error is None:
+        assert last == "data: [DONE]"
+        assert [chunk.choices[0].text for chunk in server.client.completions.create(**body)]  # clients skip comments
+    else:
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
+
+
+def test_every_answer_has_an_id_which_the_log_knows(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    model = server.with_backend("broken", Refusing(RuntimeError("no bytes left")))
+    asked = {"model": model, "prompt": "x"}
+    status, _, headers = server.ask("POST", "/v1/completions", asked)
+    assert status == 500
+    assert f"request {headers['x-request-id']} failed" in caplog.text
+    _, _, headers = server.ask("POST", "/v1/completions", asked, {"X-Request-Id": "of-mine.1"})
+    assert "x-request-id" not in headers, "the proxy that gave it answers with it"
+    assert "request of-mine.1 failed" in caplog.text
+    server.ask("POST", "/v1/completions", asked, {"X-Request-Id": "no id"})
+    assert "no id" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

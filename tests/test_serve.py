@@ -139,6 +139,23 @@ def test_the_application_answers_over_http(targets: DeploymentHandle[Any], confi
             assert answer.status == 200
 
 
+@pytest.mark.parametrize("given", [None, "of-mine.1"])
+def test_every_answer_has_one_id(targets: DeploymentHandle[Any], config: ServeConfig, given: str | None) -> None:
+    for path, found in (("v1/completions", 200), ("v1/nothing", 404)):
+        body = json.dumps({"model": "code", "prompt": "x", "max_tokens": 1}).encode()
+        headers = {"Content-Type": "application/json", **({"X-Request-Id": given} if given else {})}
+        asked = urllib.request.Request(f"{base_url(config.http)}/{path}", body, headers)
+        try:
+            answer = urllib.request.urlopen(asked)
+        except HTTPError as error:
+            answer = error
+        with answer:
+            (known_by,) = answer.headers.get_all("X-Request-Id")
+            assert (answer.status, given or known_by) == (found, known_by)
+            if found == 200:
+                assert json.load(answer)["id"] == f"cmpl-{known_by}"
+
+
 def test_what_others_have_deployed_is_not_taken_away(
     targets: DeploymentHandle[Any], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
