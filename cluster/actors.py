@@ -127,10 +127,15 @@ class TargetActor:
     async def _submit_aside(self, request: GenerationRequest, chunks: ChunkQueue) -> None:
         """Submits on another thread. It can't be stopped there: where nobody waits any more, the request ends after it."""
         submitting = asyncio.create_task(asyncio.to_thread(self._replica.submit, request, chunks.put))
+
+        def give_up(done: "asyncio.Task[None]") -> None:
+            if done.cancelled() or done.exception() is None:  # what it was refused for, nobody wants to know
+                self._replica.cancel(request.request_id)
+
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            submitting.add_done_callback(lambda _: self._replica.cancel(request.request_id))
+            submitting.add_done_callback(give_up)
             raise
 
     async def cancel(self, request_id: str) -> None:

@@ -30,6 +30,7 @@ _ENOUGH_NEWS = 16  # observations, each of which changes little, before the tabl
 _TRUSTED = 100  # observations; more don't make a time surer
 _MEMORY = 2000.0  # trials per cell that are remembered
 _NOTHING = np.zeros(0, np.int32)  # no nodes
+_NO_REACH = np.zeros(0, np.float32)
 
 
 class Calibration:
@@ -224,7 +225,8 @@ class GoodputWindow:
     def choose(self, trees: Sequence[TokenTree]) -> list[IntArray]:
         """See Window."""
         reach = [self.calibration.paths(tree) for tree in trees]
-        everything = np.concatenate([np.zeros(0, np.float32), *(part[1:] for part in reach)])
+        alone = len(trees) == 1  # what puts trees together takes its time for one, too
+        everything = reach[0][1:] if alone else np.concatenate([_NO_REACH, *(part[1:] for part in reach)])
         order = top(everything, self.max_nodes)
         milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :]
         chosen, accepted = self._best(everything[order], milliseconds, len(trees))
@@ -233,11 +235,13 @@ class GoodputWindow:
             chosen, accepted = 1, float(everything[order[0]])  # a look whether speculation pays again
         self._last = Choice(len(trees), chosen, accepted, float(milliseconds[chosen]), float(milliseconds[0]))
         logger.debug("%s", self._last)
-        owners = np.repeat(np.arange(len(trees)), [tree.size - 1 for tree in trees])
-        counts = np.bincount(owners[order[:chosen]], minlength=len(trees))
+        counts = [chosen]
+        if not alone:
+            owners = np.repeat(np.arange(len(trees)), [tree.size - 1 for tree in trees])
+            counts = np.bincount(owners[order[:chosen]], minlength=len(trees)).tolist()
         return [
             tree.best(min(count, MAX_WINDOW), part) if count else _NOTHING
-            for tree, count, part in zip(trees, counts.tolist(), reach, strict=True)
+            for tree, count, part in zip(trees, counts, reach, strict=True)
         ]
 
     def _best(self, reach: FloatArray, milliseconds: FloatArray, sequences: int) -> tuple[int, float]:

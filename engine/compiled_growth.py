@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.budget import reach
 from engine.compiled import compiled
 from engine.compiled_pass import CompiledDecoder, Weights, best_tokens
+from engine.effort import RECENT, Stakes, before, covered_by, gain_of
 from engine.noise import key_of
 from engine.page_attention import plan_one
 from engine.sampling import candidates, shares
@@ -62,6 +64,100 @@ def grow(
         bounds,
     )
     return int(taken)
+
+
+def grow_on(
+    decoder: CompiledDecoder,
+    tree: TokenTree,
+    lease: IntArray,
+    computed: int,
+    pending: IntArray,
+    free: IntArray,
+    params: SamplingParams,
+    bounds: Bounds,
+    most: int,
+    stakes: Stakes,
+) -> tuple[int, int, float, float]:
+    """Up to `most` steps, each as by `grow`, as long as they pay: slots taken, steps, and what covered and opened are now.
+
+    free: slots for all of them. stakes: see engine.effort.
+    """
+    tree.size, taken, steps, covered, opened = _grow_on(
+        decoder.weights,
+        decoder.data,
+        decoder.least_rows,
+        decoder.last,
+        tree.nodes,
+        tree.size,
+        lease,
+        computed,
+        pending,
+        free,
+        np.uint64(params.seed),
+        np.float32(params.temperature),
+        candidates(bounds.children, decoder.weights.vocab_size),
+        bounds,
+        most,
+        stakes,
+    )
+    return int(taken), int(steps), covered, opened
+
+
+@_long
+def _grow_on(
+    weights: Weights,
+    data: FloatArray,
+    least_rows: int,
+    last: int,
+    nodes: Nodes,
+    size: int,
+    lease: IntArray,
+    computed: int,
+    pending: IntArray,
+    free: IntArray,
+    seed: np.uint64,
+    temperature: np.float32,
+    count: int,
+    bounds: Bounds,
+    most: int,
+    stakes: Stakes,
+) -> tuple[int, int, int, float, float]:
+    """See `grow_on` and `_grow`."""
+    worth, first_ms, next_ms = stakes.costs
+    covered, opened, left, steps = stakes.covered, stakes.opened, len(free), 0
+    while steps < most:
+        known, at, expanding = before(stakes.trials, stakes.hits, nodes, size, bounds.rows)
+        costs = worth, next_ms if steps else first_ms, next_ms
+        gain = gain_of(
+            known, at, np.float32(covered / opened), stakes.milliseconds, costs, len(stakes.milliseconds) - 1
+        )
+        if gain <= 0 and (steps or not stakes.looks):
+            break
+        old = size
+        size, taken = _grow(
+            weights,
+            data,
+            least_rows,
+            last,
+            nodes,
+            size,
+            lease,
+            computed,
+            pending,
+            free[:left],
+            seed,
+            temperature,
+            count,
+            bounds,
+        )
+        if taken == 0 and len(pending) == 0:
+            break  # there was nothing to expand
+        computed, pending, left, steps = computed + len(pending), pending[:0], left - taken, steps + 1
+        covered += RECENT * (
+            covered_by(nodes, reach(stakes.trials, stakes.hits, nodes, size), expanding, old) - covered
+        )
+        opened += RECENT * (at.sum() - opened)
+    return size, len(free) - left, steps, covered, opened
 
 
 @_long

@@ -7,6 +7,7 @@ too little, where lookup has most of it already as where nothing can be guessed,
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from engine.tree import ROOT, TokenTree
 from engine.tree_loops import Nodes, frontier, top
 from engine.types import FloatArray, IntArray
 
-_RECENT = 0.05  # weight of the newest step: text changes its kind within a sequence, and so does what pays
+RECENT = 0.05  # weight of the newest step: text changes its kind within a sequence, and so does what pays
 _LOOKING = 0.005  # of the time: what a resting drafter may take to see whether it pays again
+_LOOKS = 4  # target steps in a row before which it does: the first one finds everything cold
+_AHEAD = 4  # draft steps that are thought of together
 _FIRST_SHARE, _FIRST_OPEN = (
     0.6,
     4.0,
@@ -43,15 +46,20 @@ class EffortWindow(GoodputWindow):
     ) -> None:
         """cost: of a target step, which this learns. draft_ms: a first guess at a draft step. rows: of a tree in one."""
         super().__init__(calibration, cost, max_nodes)
-        self.draft_ms = draft_ms
+        self.first_ms = draft_ms  # of the first draft step before a target step, which finds no weights in the caches
+        self.next_ms = draft_ms  # of each behind it
         self._rows = rows
         self._clock = clock
         self._mark = 0.0  # when the draft step, or the target step, began
+        self._ended: float | None = None  # when the last target step did; None where other work came since
         self._covered = _FIRST_SHARE * _FIRST_OPEN
         self._open = _FIRST_OPEN
         self._tokens = self._ms = 0.0  # of recent steps
-        self._draft_steps = 0  # since the last target step
+        self._between_ms = 0.0  # of recent steps: what is neither the target's pass nor the draft's
+        self._draft_steps, self._drafted_ms = 0, 0.0  # since the last target step
+        self._drafted_before = False  # the target step before that
         self._rested_ms = 0.0  # since the last draft step
+        self._looks = 0  # target steps with a draft step that need not pay
         self._expanding: list[IntArray] = []  # of each tree, by the draft step that runs
         self._was_open = 0.0
         self._sizes: list[int] = []
@@ -67,33 +75,69 @@ class EffortWindow(GoodputWindow):
         return self._covered / self._open
 
     def pays(self, trees: Sequence[TokenTree]) -> bool:
-        """Whether the drafter should take a step before the target does; `grew` has to follow one."""
+        """Whether the drafter should take a step before the target does; `grew` has to follow one.
+
+        It may only pay together with those behind it, which are cheaper.
+        """
         known, opened, self._expanding = [], [], []
         for tree in trees:
-            found, at, nodes = _before(*self.calibration.counts(tree), tree.nodes, tree.size, self._rows)
+            found, at, nodes = before(*self.calibration.counts(tree), tree.nodes, tree.size, self._rows)
             known.append(found)
             opened.append(at)
             self._expanding.append(nodes)
         at_all = _joined(opened)
         self._was_open, self._sizes = float(at_all.sum()), [tree.size for tree in trees]
         milliseconds = self.cost.table(len(trees) + self.max_nodes)[len(trees) :]
-        gain = _gain(_joined(known), np.float32(self.share) * at_all, milliseconds, self.worth, self.max_nodes)
-        looks = self._rested_ms * _LOOKING > self.draft_ms and len(at_all) > 0
+        first_ms = self.next_ms if self._draft_steps else self.first_ms
+        costs = self.worth, first_ms, self.next_ms
+        gain = gain_of(_joined(known), at_all, np.float32(self.share), milliseconds, costs, self.max_nodes)
+        looks = self._looks_at(len(at_all)) and self._draft_steps == 0
         self._mark = self._clock()
-        return looks or gain > self.worth * self.draft_ms
+        return gain > 0 or looks
 
     def grew(self, trees: Sequence[TokenTree]) -> None:
         """The draft step ended that `pays` was asked about."""
-        self.draft_ms += _RECENT * (near(1000 * (self._clock() - self._mark), self.draft_ms) - self.draft_ms)
+        took_ms = 1000 * (self._clock() - self._mark)
+        if self._draft_steps:
+            self.next_ms += RECENT * (near(took_ms, self.next_ms) - self.next_ms)
+        elif self._drafted_before:  # after a rest it takes longer, and would make the rest last
+            self.first_ms += RECENT * (near(took_ms, self.first_ms) - self.first_ms)
         self._draft_steps += 1
+        self._drafted_ms += took_ms
         covered = 0.0
         for tree, nodes, size in zip(trees, self._expanding, self._sizes, strict=True):
             if tree.size > size:
-                covered += _covered(tree.nodes, self.calibration.paths(tree), nodes, size)
+                covered += covered_by(tree.nodes, self.calibration.paths(tree), nodes, size)
         if any(tree.expanded[nodes].any() for tree, nodes in zip(trees, self._expanding, strict=True)):
             self._rested_ms = 0.0  # not while a long prefix is read: it isn't known yet what the drafter is good for
-            self._covered += _RECENT * (covered - self._covered)
-            self._open += _RECENT * (self._was_open - self._open)
+            self._covered += RECENT * (covered - self._covered)
+            self._open += RECENT * (self._was_open - self._open)
+
+    def stakes(self, tree: TokenTree) -> "Stakes":
+        """What says whether draft steps pay, for a drafter that takes several in one go; `grew_on` has to follow."""
+        trials, hits = self.calibration.counts(tree)
+        self._mark = self._clock()
+        return Stakes(
+            trials,
+            hits,
+            self.cost.table(1 + self.max_nodes)[1:],
+            (self.worth, self.first_ms, self.next_ms),
+            self._covered,
+            self._open,
+            self._looks_at(1),
+        )
+
+    def grew_on(self, steps: int, covered: float, opened: float) -> None:
+        """So many draft steps ended, the first since the last target step; covered, opened: what became of `Stakes`."""
+        took_ms = 1000 * (self._clock() - self._mark)
+        if steps == 1 and self._drafted_before:
+            self.first_ms += RECENT * (near(took_ms, self.first_ms) - self.first_ms)
+        elif steps > 1:
+            each_ms = (took_ms - self.first_ms) / (steps - 1)
+            self.next_ms += RECENT * (near(each_ms, self.next_ms) - self.next_ms)
+        if steps:
+            self._covered, self._open = covered, opened
+            self._draft_steps, self._drafted_ms, self._rested_ms = steps, took_ms, 0.0
 
     def drafted(self) -> None:
         """No draft step follows: the target's step begins."""
@@ -101,22 +145,63 @@ class EffortWindow(GoodputWindow):
 
     def stepped(self, rows: int, tokens: int) -> None:
         """The target step ended that `drafted` began; it had so many rows and committed so many tokens."""
-        self.cost.observe(rows, 1000 * (self._clock() - self._mark))
+        now = self._clock()
+        took_ms = 1000 * (now - self._mark)
+        self.cost.observe(rows, took_ms)
         target_ms = float(self.cost.table(rows)[rows])
-        self._tokens += _RECENT * (tokens - self._tokens) if self._ms else tokens
+        between_ms = 1000 * (now - self._ended) - took_ms - self._drafted_ms if self._ended is not None else target_ms
+        if between_ms < target_ms:  # else there was something else to do, or nothing at all
+            self._between_ms += RECENT * (between_ms - self._between_ms)
+        self._tokens += RECENT * (tokens - self._tokens) if self._ms else tokens
         # what steps cost as a rule: how long this one took says more about the machine
-        spent_ms = target_ms + self._draft_steps * self.draft_ms
-        self._ms += _RECENT * (spent_ms - self._ms) if self._ms else spent_ms
+        drafting_ms = self.first_ms + (self._draft_steps - 1) * self.next_ms if self._draft_steps else 0.0
+        spent_ms = target_ms + drafting_ms + self._between_ms
+        self._ms += RECENT * (spent_ms - self._ms) if self._ms else spent_ms
         self._rested_ms += target_ms
-        self._draft_steps = 0
+        self._begin(now)
 
     def skipped(self) -> None:
         """The target step did more than decode: it says nothing of what decoding costs, nor do the draft steps before it."""
-        self._draft_steps = 0
+        self._begin(None)
+
+    def _looks_at(self, expandable: int) -> bool:
+        """Whether a resting drafter looks whether it pays again, as long as there is something to expand."""
+        if self._rested_ms * _LOOKING > _LOOKS * self.first_ms and expandable:
+            self._looks = _LOOKS
+        return self._looks > 0
+
+    def _begin(self, ended: float | None) -> None:
+        """Another target step comes."""
+        self._ended = ended
+        self._looks -= self._looks > 0
+        self._drafted_before = self._draft_steps > 0
+        self._draft_steps, self._drafted_ms = 0, 0.0
 
     def _best(self, reach: FloatArray, milliseconds: FloatArray, sequences: int) -> tuple[int, float]:
         count, accepted, _ = _most_worth(reach, milliseconds, self.worth)
         return count, accepted
+
+
+class Stakes(NamedTuple):
+    """What says whether draft steps of one tree pay; see EffortWindow."""
+
+    trials: Counts
+    hits: Counts
+    milliseconds: FloatArray  # of target steps that verify 0, 1, 2... nodes
+    costs: tuple[
+        float, float, float
+    ]  # what a millisecond is worth, and how many the first draft step takes, and others
+    covered: float
+    opened: float
+    looks: bool  # whether the first one is taken in any case
+
+
+@runtime_checkable
+class GrowsOn(Protocol):
+    """A drafter that can take several steps in one go, as long as they pay."""
+
+    def grow_on(self, most: int, effort: EffortWindow) -> list[int] | None:
+        """Up to `most` draft steps; the sessions that were worked on, or None where that takes `grow`."""
 
 
 def draft_steps(drafter: Drafter, sessions: Sequence[int], most: int, effort: EffortWindow | None) -> set[int]:
@@ -124,6 +209,9 @@ def draft_steps(drafter: Drafter, sessions: Sequence[int], most: int, effort: Ef
 
     effort: None takes all of them.
     """
+    if effort is not None and isinstance(drafter, GrowsOn) and (worked := drafter.grow_on(most, effort)) is not None:
+        effort.drafted()
+        return set(worked)
     grown: set[int] = set()
     for _ in range(most):
         trees = [drafter.tree(session) for session in sessions]
@@ -158,9 +246,7 @@ def _joined(parts: Sequence[FloatArray]) -> FloatArray:
 
 
 @compiled
-def _before(
-    trials: Counts, hits: Counts, nodes: Nodes, size: int, rows: int
-) -> tuple[FloatArray, FloatArray, IntArray]:
+def before(trials: Counts, hits: Counts, nodes: Nodes, size: int, rows: int) -> tuple[FloatArray, FloatArray, IntArray]:
     """Before a draft step: the reach of all nodes but the root; what is open at those that it expands; and these."""
     found = reach(trials, hits, nodes, size)
     expanding = _next(nodes, size, rows)
@@ -168,13 +254,29 @@ def _before(
 
 
 @compiled
-def _gain(known: FloatArray, new: FloatArray, milliseconds: FloatArray, worth: float, most: int) -> float:
-    """How much more is expected, less what its milliseconds are worth, if new nodes are known too.
+def gain_of(
+    known: FloatArray,
+    opened: FloatArray,
+    share: np.float32,
+    milliseconds: FloatArray,
+    costs: tuple[float, float, float],
+    most: int,
+) -> float:
+    """How much more is expected, less what its milliseconds are worth, of the best number of draft steps from one on.
 
-    known, new: the probability of each node; milliseconds: of steps that verify 0, 1, 2... up to `most` nodes.
+    known: the probability of each node; opened: what is open at those that the first of the steps expands, behind which
+    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes. costs: what a millisecond is
+    worth, and how many the first draft step takes, and each behind it.
     """
+    worth, first_ms, next_ms = costs
     before = _value(known, milliseconds, worth, most)
-    return _value(np.concatenate((known, new)), milliseconds, worth, most) - before
+    gain = -np.inf
+    for step in range(_AHEAD):
+        opened = np.float32(share) * opened
+        known = np.concatenate((known, opened))
+        price = worth * (first_ms + step * next_ms)
+        gain = max(gain, _value(known, milliseconds, worth, most) - before - price)
+    return gain
 
 
 @compiled
@@ -205,7 +307,7 @@ def _open(nodes: Nodes, found: FloatArray, expanding: IntArray) -> FloatArray:
 
 
 @compiled
-def _covered(nodes: Nodes, reach: FloatArray, expanded: IntArray, old: int) -> float:
+def covered_by(nodes: Nodes, reach: FloatArray, expanded: IntArray, old: int) -> float:
     """The probability of the likeliest new child of each of the nodes, together. old: the tree's size before."""
     covered = 0.0
     for above in expanded:

@@ -111,7 +111,7 @@ def test_a_slower_draft_drafts_less() -> None:
     def depth(draft_ms: float) -> float:
         world = World(0.8)
         world.turns(100)
-        world.window.draft_ms = draft_ms
+        world.window.first_ms = world.window.next_ms = draft_ms
         count = 0
         while count < 8 and world.window.pays([world.tree]):
             [node] = world.tree.frontier(1, 100)

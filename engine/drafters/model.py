@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import noise, sampling
 from engine.attention import SequenceRows, chain_rows
-from engine.compiled_growth import Bounds, grow
+from engine.compiled_growth import Bounds, grow, grow_on
 from engine.compiled_pass import CompiledDecoder
-from engine.drafters.ngram import Earned, Lookup
+from engine.drafters.ngram import DOUBTFUL, Earned, Lookup
 from engine.drafters.past import Past
+from engine.effort import EffortWindow
 from engine.grammar import Vocabulary
 from engine.kv import Lease
 from engine.prefix import HandleChain
@@ -42,6 +43,7 @@ class Growing:
     max_nodes: int = 512  # per session; at most half of them are expanded, each of which takes a slot
     prefill_chunk: int = 64  # prefix tokens per session and draft step
     lookup: int = 8  # tokens looked up after each commit; 0: none
+    doubtful: float = DOUBTFUL  # lookups that are right less often are not taken
     shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
     overrule: bool = False  # what others hung into a tree gets the model's own confidence once that is known
 
@@ -149,7 +151,7 @@ class ModelDrafter:
         except RuntimeError:
             pool.release(lease)
             raise
-        lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup, self._shared)
+        lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup, self._shared, growing.doubtful)
         held = _Session(list(tokens), prompt, params, lease, tree_lease, growing.max_nodes, lookup, processors)
         held.chain, held.computed = chain, known
         held.awaits = whole if params is not whole and self._vocabulary is not None else None
@@ -204,6 +206,32 @@ class ModelDrafter:
             self._seal(part.held)
         return list(dict.fromkeys(part.session for part in parts))
 
+    def grow_on(self, most: int, effort: EffortWindow) -> list[int] | None:
+        """See engine.effort.GrowsOn."""
+        if len(self._sessions) != 1:
+            return None
+        [(session, held)] = self._sessions.items()
+        decoder = self._compiled(held)
+        if decoder is None:
+            return None
+        bounds, pending = self._bounds(), held.pending
+        taken, steps, covered, opened = grow_on(
+            decoder,
+            held.tree,
+            held.lease.slots,
+            held.computed,
+            np.array(pending, np.int32),
+            np.array(held.free_slots[-most * bounds.rows :], np.int32),
+            held.params,
+            bounds,
+            most,
+            effort.stakes(held.tree),
+        )
+        effort.grew_on(steps, covered, opened)
+        if steps:
+            self._took(held, len(pending), taken)
+        return [session] if steps else []
+
     def _compiled(self, held: _Session) -> CompiledDecoder | None:
         """What takes a session's next step in one call, unless Python has a part in it."""
         decoder, pending = self._runner.choosing, len(held.tokens) - held.computed
@@ -213,22 +241,30 @@ class ModelDrafter:
 
     def _grow_alone(self, held: _Session, decoder: CompiledDecoder) -> bool:
         """A step of the only session; whether there was anything to do."""
-        growing, pending = self._growing, held.pending
-        rows = min(growing.rows, growing.each or growing.rows)
+        bounds, pending = self._bounds(), held.pending
         taken = grow(
             decoder,
             held.tree,
             held.lease.slots,
             held.computed,
             np.array(pending, np.int32),
-            np.array(held.free_slots[-rows:], np.int32),
+            np.array(held.free_slots[-bounds.rows :], np.int32),
             held.params,
-            Bounds(rows, growing.children, growing.max_depth, growing.least, growing.overrule),
+            bounds,
         )
-        del held.free_slots[len(held.free_slots) - taken :]
-        held.computed += len(pending)
-        self._seal(held)
+        self._took(held, len(pending), taken)
         return bool(pending) or taken > 0
+
+    def _bounds(self) -> Bounds:
+        growing = self._growing
+        rows = min(growing.rows, growing.each or growing.rows)
+        return Bounds(rows, growing.children, growing.max_depth, growing.least, growing.overrule)
+
+    def _took(self, held: _Session, computed: int, taken: int) -> None:
+        """So many committed tokens have KV now, and so many nodes slots."""
+        del held.free_slots[len(held.free_slots) - taken :]
+        held.computed += computed
+        self._seal(held)
 
     def _seal(self, held: _Session) -> None:
         """Pages that are full now are kept for who opens the same prefix, after a lost link as well."""

@@ -15,7 +15,7 @@ from engine.types import SamplingParams
 LONGEST = 4  # tokens that a match is looked for with
 _LONGEST_SHARED = 8  # the same where other texts are looked through: short matches there are many, and wrong
 _TRUST = 0.3  # in a lookup, before anything is known
-_DOUBTFUL = 0.2  # a lookup that is right less often stays out of the tree
+DOUBTFUL = 0.2  # a lookup that is right less often stays out of the tree
 _AT_ONCE = 4  # nodes looked up in a step
 _PLACES = 16  # looked at in other texts
 _ROOM = 4  # chains that fit in a tree
@@ -76,9 +76,18 @@ class Lookup:
     """Prompt lookup beside another drafter: one session's text, and confidences that lookups have earned."""
 
     def __init__(
-        self, tokens: Sequence[int], greedy: bool, earned: Earned, count: int, others: Past | None = None
+        self,
+        tokens: Sequence[int],
+        greedy: bool,
+        earned: Earned,
+        count: int,
+        others: Past | None = None,
+        doubtful: float = DOUBTFUL,
     ) -> None:
-        """earned: shared by sessions. count: tokens looked up; 0: none. others: texts that are looked through as well."""
+        """earned: shared by sessions. count: tokens looked up; 0: none. others: texts that are looked through as well.
+
+        doubtful: what is right less often stays out of trees.
+        """
         self._longest = LONGEST if others is None else _LONGEST_SHARED
         self._index = NgramIndex(tokens, self._longest)
         self._others = others
@@ -86,6 +95,7 @@ class Lookup:
         self._greedy = greedy
         self._earned = earned
         self._count = count
+        self._doubtful = doubtful
         self._guess: tuple[int, int] | None = None  # the last lookup: tokens matched, the token that followed
         self._wrong = 0  # guesses in a row
         self._commits = 0
@@ -123,7 +133,7 @@ class Lookup:
             matched, tokens = self._find()
             self._guess = (matched, tokens[0]) if tokens else None
             confidences = self._earned.confidences(self._greedy, matched, self._longest, len(tokens))
-            if tokens and confidences[0] > _DOUBTFUL:
+            if tokens and confidences[0] > self._doubtful:
                 tree.hang(tokens, confidences)
 
 
