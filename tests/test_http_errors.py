@@ -271,9 +271,17 @@ def test_a_stream_that_has_nothing_to_say_yet_says_so(
     connection.close()
     if error is None:
         assert last == "data: [DONE]"
-        assert [chunk.choices[0].text for chunk in server.client.completions.create(**body)]  # clients skip comments
     else:
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
+
+
+def test_clients_skip_what_a_waiting_stream_says(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "SILENT_S", 0.01)
+    held = Held()
+    model = server.with_backend("waiting", held)
+    stream = server.client.completions.create(model=model, prompt="x", stream=True)  # it began: comments come
+    held.may.set()
+    assert [chunk.choices[0].finish_reason for chunk in stream] == ["length"]
 
 
 def test_every_answer_has_an_id_which_the_log_knows(server: Server, caplog: pytest.LogCaptureFixture) -> None:
