@@ -153,10 +153,10 @@ def _grow_on(
         if taken == 0 and len(pending) == 0:
             break  # there was nothing to expand
         computed, pending, left, steps = computed + len(pending), pending[:0], left - taken, steps + 1
-        covered += RECENT * (
-            covered_by(nodes, reach(stakes.trials, stakes.hits, nodes, size), expanding, old) - covered
-        )
-        opened += RECENT * (at.sum() - opened)
+        if nodes.expanded[expanding].any():  # else the tree has become too deep there
+            now = covered_by(nodes, reach(stakes.trials, stakes.hits, nodes, size), expanding, old)
+            covered += RECENT * (now - covered)
+            opened += RECENT * (at.sum() - opened)
     return size, len(free) - left, steps, covered, opened
 
 

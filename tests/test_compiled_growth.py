@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import noise, torch_calls
+from engine import effort, noise, torch_calls
+from engine.budget import Calibration, CostModel
 from engine.drafters.model import Growing, ModelDrafter
+from engine.effort import EffortWindow, draft_steps
 from engine.runner import Dtype, ModelRunner
 from engine.tree import TokenTree
 from engine.types import SamplingParams
@@ -71,6 +73,56 @@ def test_trees_are_the_same(
             assert moved[0].children == moved[1].children
         for drafter in drafters:
             drafter.check()
+    for drafter in drafters:
+        drafter.close(0)
+        assert drafter._runner.pool.used_pages == 0
+
+
+class OneByOne(ModelDrafter):
+    """Is asked before every step whether it pays."""
+
+    def grow_on(self, most: int, effort: EffortWindow) -> None:
+        return None
+
+
+@pytest.mark.parametrize("worth", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_in_one_go_are_those_that_pay_one_by_one(
+    runners: tuple[ModelRunner, ModelRunner],
+    prompts: list[Tokens],
+    worth: float,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With costs that stay the same, and trees that become too deep: both learn the same from their steps."""
+    monkeypatch.setattr(effort, "near", lambda value, old: old)
+    growing = Growing(each=1, children=3, lookup=4)
+    drafters = ModelDrafter(runners[0], growing), OneByOne(runners[1], growing)
+    windows = []
+    for drafter in drafters:
+        cost = CostModel()
+        for rows, milliseconds in ((1, 1.0), (8, 2.4), (33, 9.0)):
+            cost.start(rows, milliseconds)
+        window = EffortWindow(Calibration(), cost, 0.2, 1, clock=lambda: 0.0)
+        window.next_ms = 0.1
+        window._tokens, window._ms = worth, 1.0
+        windows.append(window)
+        drafter.open(0, prompts[0][:100], SamplingParams(temperature, seed=7))
+    lengths = []
+    for _ in range(16):
+        grown = [draft_steps(drafter, [0], 8, window) for drafter, window in zip(drafters, windows, strict=True)]
+        assert grown[0] == grown[1]
+        assert nodes(drafters[0].tree(0)) == nodes(drafters[1].tree(0))
+        one, other = windows
+        assert one._draft_steps == other._draft_steps
+        assert one.share == pytest.approx(other.share, rel=1e-5)
+        lengths.append(one._draft_steps)
+        tokens = drafters[1].tree(0).likeliest(2, 0.0) or [5]
+        for drafter, window in zip(drafters, windows, strict=True):
+            window._begin(0.0)  # as a target step ends, whose time would be none
+            drafter.commit(0, tokens)
+            drafter.check()
+    assert (max(lengths) > 1) is (worth < 2)
     for drafter in drafters:
         drafter.close(0)
         assert drafter._runner.pool.used_pages == 0
