@@ -19,7 +19,7 @@ _READ_ON = (
     16  # of a body that is too large, so many times the limit are read: else its sender would never see the answer
 )
 _READ_S = 60.0  # for a body
-SILENT_S = 10.0  # a stream says something at least so often
+SILENT_S = 10.0  # before a stream begins, and between two looks whether it has said something
 _COMMENT = b": waiting\n\n"
 _REQUEST_ID = "X-Request-Id"
 _SOUND_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)

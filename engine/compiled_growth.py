@@ -1,4 +1,4 @@
-"""A draft step of one sequence as one compiled call: what to expand, the pass, the guesses, and the tree they go into.
+"""Draft steps of one sequence as one compiled call: what to expand, the pass, the guesses, and the tree they go into.
 
 Most of a small model's step is else what Python does around its pass, with caches that are full of the model's weights.
 """
@@ -32,155 +32,74 @@ class Bounds(NamedTuple):
     overrule: bool
 
 
-def grow(
-    decoder: CompiledDecoder,
-    tree: TokenTree,
-    lease: IntArray,
-    computed: int,
-    pending: IntArray,
-    free: IntArray,
-    params: SamplingParams,
-    bounds: Bounds,
-) -> int:
-    """Computes what is pending and expands the root; with nothing pending, expands the likeliest nodes.
+class Fixed(NamedTuple):
+    """What draft steps of one sequence have in common between two of the target's."""
 
-    lease: slots of the committed tokens, of which so many are `computed`, then come those pending. free: slots for nodes,
-    taken from the end. params: without filters. Returns how many were taken; 0 also when there was nothing to do.
-    """
-    tree.size, taken = _grow(
+    weights: Weights
+    data: FloatArray
+    least_rows: int
+    last: int  # the position that those beyond it count as
+    nodes: Nodes
+    lease: IntArray
+    seed: np.uint64
+    temperature: np.float32
+    likeliest: int  # how many tokens guesses are made of
+    bounds: Bounds
+
+
+def fixed(decoder: CompiledDecoder, tree: TokenTree, lease: IntArray, params: SamplingParams, bounds: Bounds) -> Fixed:
+    """lease: slots of the committed tokens. params: without filters."""
+    return Fixed(
         decoder.weights,
         decoder.data,
         decoder.least_rows,
         decoder.last,
         tree.nodes,
-        tree.size,
         lease,
-        computed,
-        pending,
-        free,
         np.uint64(params.seed),
         np.float32(params.temperature),
         candidates(bounds.children, decoder.weights.vocab_size),
         bounds,
     )
-    return int(taken)
-
-
-def grow_on(
-    decoder: CompiledDecoder,
-    tree: TokenTree,
-    lease: IntArray,
-    computed: int,
-    pending: IntArray,
-    free: IntArray,
-    params: SamplingParams,
-    bounds: Bounds,
-    most: int,
-    stakes: Stakes,
-) -> tuple[int, int, float, float]:
-    """Up to `most` steps, each as by `grow`, as long as they pay: slots taken, steps, and what covered and opened are now.
-
-    free: slots for all of them. stakes: see engine.effort.
-    """
-    tree.size, taken, steps, covered, opened = _grow_on(
-        decoder.weights,
-        decoder.data,
-        decoder.least_rows,
-        decoder.last,
-        tree.nodes,
-        tree.size,
-        lease,
-        computed,
-        pending,
-        free,
-        np.uint64(params.seed),
-        np.float32(params.temperature),
-        candidates(bounds.children, decoder.weights.vocab_size),
-        bounds,
-        most,
-        stakes,
-    )
-    return int(taken), int(steps), covered, opened
 
 
 @_long
-def _grow_on(
-    weights: Weights,
-    data: FloatArray,
-    least_rows: int,
-    last: int,
-    nodes: Nodes,
-    size: int,
-    lease: IntArray,
-    computed: int,
-    pending: IntArray,
-    free: IntArray,
-    seed: np.uint64,
-    temperature: np.float32,
-    count: int,
-    bounds: Bounds,
-    most: int,
-    stakes: Stakes,
+def grow_on(
+    given: Fixed, size: int, computed: int, pending: IntArray, free: IntArray, most: int, stakes: Stakes
 ) -> tuple[int, int, int, float, float]:
-    """See `grow_on` and `_grow`."""
+    """Up to `most` steps, each as by `grow`, as long as they pay. free: slots for all of them. stakes: see engine.effort.
+
+    Returns the tree's new size, the slots taken, the steps, and what covered and opened are now.
+    """
     worth, first_ms, next_ms = stakes.costs
     covered, opened, left, steps = stakes.covered, stakes.opened, len(free), 0
+    most_nodes = len(stakes.milliseconds) - 1
     while steps < most:
-        known, at, expanding = before(stakes.trials, stakes.hits, nodes, size, bounds.rows)
+        known, at, expanding = before(stakes.trials, stakes.hits, given.nodes, size, given.bounds.rows)
         costs = worth, next_ms if steps else first_ms, next_ms
-        gain = gain_of(
-            known, at, np.float32(covered / opened), stakes.milliseconds, costs, len(stakes.milliseconds) - 1
-        )
+        gain = gain_of(known, at, np.float32(covered / opened), stakes.milliseconds, costs, most_nodes)
         if gain <= 0 and (steps or not stakes.looks):
             break
         old = size
-        size, taken = _grow(
-            weights,
-            data,
-            least_rows,
-            last,
-            nodes,
-            size,
-            lease,
-            computed,
-            pending,
-            free[:left],
-            seed,
-            temperature,
-            count,
-            bounds,
-        )
+        size, taken = grow(given, size, computed, pending, free[:left])
         if taken == 0 and len(pending) == 0:
             break  # there was nothing to expand
         computed, pending, left, steps = computed + len(pending), pending[:0], left - taken, steps + 1
-        if nodes.expanded[expanding].any():  # else the tree has become too deep there
-            now = covered_by(nodes, reach(stakes.trials, stakes.hits, nodes, size), expanding, old)
-            covered += RECENT * (now - covered)
+        if given.nodes.expanded[expanding].any():  # else the tree has become too deep there
+            found = reach(stakes.trials, stakes.hits, given.nodes, size)
+            covered += RECENT * (covered_by(given.nodes, found, expanding, old) - covered)
             opened += RECENT * (at.sum() - opened)
     return size, len(free) - left, steps, covered, opened
 
 
 @_long
-def _grow(
-    weights: Weights,
-    data: FloatArray,
-    least_rows: int,
-    last: int,
-    nodes: Nodes,
-    size: int,
-    lease: IntArray,
-    computed: int,
-    pending: IntArray,
-    free: IntArray,
-    seed: np.uint64,
-    temperature: np.float32,
-    count: int,
-    bounds: Bounds,
-) -> tuple[int, int]:
-    """last: the position that those beyond it count as; count: of tokens that guesses are made of. See `grow`.
+def grow(given: Fixed, size: int, computed: int, pending: IntArray, free: IntArray) -> tuple[int, int]:
+    """Computes what is pending and expands the root; with nothing pending, expands the likeliest nodes.
 
-    Returns the tree's new size and the slots taken.
+    size: of the tree. computed: of the leased slots; those pending come behind. free: slots for nodes, taken from the end.
+    Returns the tree's new size, and how many slots were taken: 0 also when there was nothing to do.
     """
+    weights, nodes, lease, bounds, least_rows = given.weights, given.nodes, given.lease, given.bounds, given.least_rows
     if len(pending):
         chosen = np.zeros(1, np.int32)  # the root, behind the last row
         n, taken, prefix = len(pending), 0, computed
@@ -200,15 +119,15 @@ def _grow(
     inputs, positions, write = np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     for i in range(n):
         inputs[i] = min(max(tokens[i], 0), weights.vocab_size - 1)  # an unknown id is a wrong guess, not an error
-        positions[i], write[i] = min(prefix - 1 + depths[i], last), slots[i]
+        positions[i], write[i] = min(prefix - 1 + depths[i], given.last), slots[i]
     wanted = np.arange(n - len(chosen), n)
     keys = np.empty(len(chosen), np.int64)
     for i in range(len(chosen)):
-        keys[i] = key_of(seed, computed + len(pending) + nodes.depth[chosen[i]])
-    temperatures = np.full(len(chosen), temperature, np.float32)
+        keys[i] = key_of(given.seed, computed + len(pending) + nodes.depth[chosen[i]])
+    temperatures = np.full(len(chosen), given.temperature, np.float32)
     plan = plan_one(lease, prefix, tree_slots, visible, 0)
     _, _, _, found, scores, _ = best_tokens(
-        weights, inputs, positions, write, data, plan, wanted, least_rows, temperatures, keys, count
+        weights, inputs, positions, write, given.data, plan, wanted, least_rows, temperatures, keys, given.likeliest
     )
     guesses, confidences = found[:, : bounds.children].copy(), shares(scores, bounds.children)
     size = expand(nodes, size, chosen, guesses, confidences, bounds.least)

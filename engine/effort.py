@@ -22,10 +22,12 @@ RECENT = 0.05  # weight of the newest step: text changes its kind within a seque
 _LOOKING = 0.005  # of the time: what a resting drafter may take to see whether it pays again
 _LOOKS = 4  # target steps in a row before which it does: the first one finds everything cold
 _AHEAD = 4  # draft steps that are thought of together
-_FIRST_SHARE, _FIRST_OPEN = (
-    0.6,
-    4.0,
-)  # what draft steps are taken to cover before anything is known, and how sure that is
+# What draft steps are taken to cover before anything is known, and how sure that is.
+_FIRST_SHARE, _FIRST_OPEN = 0.6, 4.0
+
+Costs = tuple[
+    float, float, float
+]  # what a millisecond is worth; how many the first draft step takes, and each behind it
 
 
 class EffortWindow(GoodputWindow):
@@ -91,7 +93,7 @@ class EffortWindow(GoodputWindow):
         first_ms = self.next_ms if self._draft_steps else self.first_ms
         costs = self.worth, first_ms, self.next_ms
         gain = gain_of(_joined(known), at_all, np.float32(self.share), milliseconds, costs, self.max_nodes)
-        looks = self._looks_at(len(at_all)) and self._draft_steps == 0
+        looks = len(at_all) > 0 and self._draft_steps == 0 and self._looks_again()
         self._mark = self._clock()
         return gain > 0 or looks
 
@@ -99,9 +101,9 @@ class EffortWindow(GoodputWindow):
         """The draft step ended that `pays` was asked about."""
         took_ms = 1000 * (self._clock() - self._mark)
         if self._draft_steps:
-            self.next_ms += RECENT * (near(took_ms, self.next_ms) - self.next_ms)
+            self.next_ms = _blend(self.next_ms, took_ms)
         elif self._drafted_before:  # after a rest it takes longer, and would make the rest last
-            self.first_ms += RECENT * (near(took_ms, self.first_ms) - self.first_ms)
+            self.first_ms = _blend(self.first_ms, took_ms)
         self._draft_steps += 1
         self._drafted_ms += took_ms
         covered = 0.0
@@ -124,17 +126,17 @@ class EffortWindow(GoodputWindow):
             (self.worth, self.first_ms, self.next_ms),
             self._covered,
             self._open,
-            self._looks_at(1),
+            self._looks_again(),
         )
 
     def grew_on(self, steps: int, covered: float, opened: float) -> None:
         """So many draft steps ended, the first since the last target step; covered, opened: what became of `Stakes`."""
         took_ms = 1000 * (self._clock() - self._mark)
-        if steps == 1 and self._drafted_before:
-            self.first_ms += RECENT * (near(took_ms, self.first_ms) - self.first_ms)
-        elif steps > 1:
-            each_ms = (took_ms - self.first_ms) / (steps - 1)
-            self.next_ms += RECENT * (near(each_ms, self.next_ms) - self.next_ms)
+        if steps and self._drafted_before:  # see `grew`
+            if steps == 1:
+                self.first_ms = _blend(self.first_ms, took_ms)
+            else:
+                self.next_ms = _blend(self.next_ms, (took_ms - self.first_ms) / (steps - 1))
         if steps:
             self._covered, self._open = covered, opened
             self._draft_steps, self._drafted_ms, self._rested_ms = steps, took_ms, 0.0
@@ -164,9 +166,9 @@ class EffortWindow(GoodputWindow):
         """The target step did more than decode: it says nothing of what decoding costs, nor do the draft steps before it."""
         self._begin(None)
 
-    def _looks_at(self, expandable: int) -> bool:
-        """Whether a resting drafter looks whether it pays again, as long as there is something to expand."""
-        if self._rested_ms * _LOOKING > _LOOKS * self.first_ms and expandable:
+    def _looks_again(self) -> bool:
+        """Whether a resting drafter takes a step to see whether it pays again."""
+        if self._rested_ms * _LOOKING > _LOOKS * self.first_ms:
             self._looks = _LOOKS
         return self._looks > 0
 
@@ -188,9 +190,7 @@ class Stakes(NamedTuple):
     trials: Counts
     hits: Counts
     milliseconds: FloatArray  # of target steps that verify 0, 1, 2... nodes
-    costs: tuple[
-        float, float, float
-    ]  # what a millisecond is worth, and how many the first draft step takes, and others
+    costs: Costs
     covered: float
     opened: float
     looks: bool  # whether the first one is taken in any case
@@ -241,6 +241,10 @@ def _most_worth(reach: FloatArray, milliseconds: FloatArray, worth: float) -> tu
     return count, accepted, value
 
 
+def _blend(old_ms: float, took_ms: float) -> float:
+    return old_ms + RECENT * (near(took_ms, old_ms) - old_ms)
+
+
 def _joined(parts: Sequence[FloatArray]) -> FloatArray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -259,23 +263,22 @@ def gain_of(
     opened: FloatArray,
     share: np.float32,
     milliseconds: FloatArray,
-    costs: tuple[float, float, float],
+    costs: Costs,
     most: int,
 ) -> float:
     """How much more is expected, less what its milliseconds are worth, of the best number of draft steps from one on.
 
     known: the probability of each node; opened: what is open at those that the first of the steps expands, behind which
-    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes. costs: what a millisecond is
-    worth, and how many the first draft step takes, and each behind it.
+    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes.
     """
     worth, first_ms, next_ms = costs
-    before = _value(known, milliseconds, worth, most)
+    as_it_is = _value(known, milliseconds, worth, most)
     gain = -np.inf
     for step in range(_AHEAD):
-        opened = np.float32(share) * opened
+        opened = share * opened
         known = np.concatenate((known, opened))
         price = worth * (first_ms + step * next_ms)
-        gain = max(gain, _value(known, milliseconds, worth, most) - before - price)
+        gain = max(gain, _value(known, milliseconds, worth, most) - as_it_is - price)
     return gain
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import noise, sampling
 from engine.attention import SequenceRows, chain_rows
-from engine.compiled_growth import Bounds, grow, grow_on
+from engine.compiled_growth import Bounds, Fixed, fixed, grow, grow_on
 from engine.compiled_pass import CompiledDecoder
 from engine.drafters.ngram import DOUBTFUL, Earned, Lookup
 from engine.drafters.past import Past
@@ -214,16 +214,13 @@ class ModelDrafter:
         decoder = self._compiled(held)
         if decoder is None:
             return None
-        bounds, pending = self._bounds(), held.pending
-        taken, steps, covered, opened = grow_on(
-            decoder,
-            held.tree,
-            held.lease.slots,
+        pending, given = held.pending, self._fixed(held, decoder)
+        held.tree.size, taken, steps, covered, opened = grow_on(
+            given,
+            held.tree.size,
             held.computed,
             np.array(pending, np.int32),
-            np.array(held.free_slots[-most * bounds.rows :], np.int32),
-            held.params,
-            bounds,
+            np.array(held.free_slots[-most * given.bounds.rows :], np.int32),
             most,
             effort.stakes(held.tree),
         )
@@ -241,24 +238,22 @@ class ModelDrafter:
 
     def _grow_alone(self, held: _Session, decoder: CompiledDecoder) -> bool:
         """A step of the only session; whether there was anything to do."""
-        bounds, pending = self._bounds(), held.pending
-        taken = grow(
-            decoder,
-            held.tree,
-            held.lease.slots,
+        pending, given = held.pending, self._fixed(held, decoder)
+        held.tree.size, taken = grow(
+            given,
+            held.tree.size,
             held.computed,
             np.array(pending, np.int32),
-            np.array(held.free_slots[-bounds.rows :], np.int32),
-            held.params,
-            bounds,
+            np.array(held.free_slots[-given.bounds.rows :], np.int32),
         )
         self._took(held, len(pending), taken)
         return bool(pending) or taken > 0
 
-    def _bounds(self) -> Bounds:
+    def _fixed(self, held: _Session, decoder: CompiledDecoder) -> Fixed:
         growing = self._growing
         rows = min(growing.rows, growing.each or growing.rows)
-        return Bounds(rows, growing.children, growing.max_depth, growing.least, growing.overrule)
+        bounds = Bounds(rows, growing.children, growing.max_depth, growing.least, growing.overrule)
+        return fixed(decoder, held.tree, held.lease.slots, held.params, bounds)
 
     def _took(self, held: _Session, computed: int, taken: int) -> None:
         """So many committed tokens have KV now, and so many nodes slots."""
