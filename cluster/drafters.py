@@ -77,11 +77,15 @@ class DraftConfig:
 
 def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
     """The drafter that a configuration names, ready to run; raises ModelError."""
+    return _make_timed(config, placement)[0]
+
+
+def _make_timed(config: DraftConfig, placement: Placement) -> tuple[Drafter, float]:
+    """The same, and the milliseconds of a step."""
     check_choice(config.drafter, config.model, config.documents, config.inner)
     warm_up_loops()
     drafter = _make(config, placement)
-    warm_up_drafter(drafter)
-    return drafter
+    return drafter, warm_up_drafter(drafter)
 
 
 def make_shared(config: DraftConfig, placement: Placement, cost: CostModel, most: int) -> LocalDrafter:
@@ -90,8 +94,8 @@ def make_shared(config: DraftConfig, placement: Placement, cost: CostModel, most
     It looks nothing up: the target does. cost: of the target's steps, which goes on learning. most: nodes verified in one.
     """
     growing = replace(growing_in_turns(placement.device), lookup=0)
-    drafter = make_drafter(replace(config, growing=growing, shared=0), placement)
-    window = EffortWindow(Calibration(), cost, rows=growing.each or growing.rows, max_nodes=most)
+    drafter, draft_ms = _make_timed(replace(config, growing=growing, shared=0), placement)
+    window = EffortWindow(Calibration(), cost, draft_ms, growing.each or growing.rows, most)
     return LocalDrafter(drafter, MOST_STEPS, window)
 
 

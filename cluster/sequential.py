@@ -63,7 +63,8 @@ class SequentialActor:
         self._draft = ModelRunner(draft, dtype=dtype, device=placement.device)
         self._cost = CostModel(self._target.called_with)
         warm_up(self._target, self._cost)
-        warm_up(self._draft)
+        self._draft_cost = CostModel()
+        warm_up(self._draft, self._draft_cost)
         self._drafters = {
             lookup: _TimedDrafter(self._draft, Growing(rows=1, children=1, lookup=lookup)) for lookup in (0, 8)
         }
@@ -71,7 +72,7 @@ class SequentialActor:
     @cached_property
     def _automatic(self) -> Speculation:
         """Goes on learning from request to request."""
-        return taking_turns(self._draft, self._cost)
+        return taking_turns(self._draft, self._cost, float(self._draft_cost.table(1)[1]))
 
     def run(self, request: GenerationRequest, k: int | None, margins: bool = False, lookup: int = 0) -> Timed:
         """Decodes one request with chains of k draft tokens; 0: plain decoding, None: what users get without choosing.

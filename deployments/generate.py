@@ -100,10 +100,10 @@ class OneProcess:
         if pair.draft is not None:
             draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device)
             progress("timing the models")
-            cost = CostModel(self._target.called_with)
+            cost, draft_cost = CostModel(self._target.called_with), CostModel()
             warm_up(self._target, cost)
-            warm_up(draft)
-            self._speculation = taking_turns(draft, cost, self._tokenizer)
+            warm_up(draft, draft_cost)
+            self._speculation = taking_turns(draft, cost, float(draft_cost.table(1)[1]), self._tokenizer)
         self._figures = Figures(0, 0.0, 0, 0, 0)
 
     def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:

@@ -27,9 +27,9 @@ def growing_in_turns(device: str) -> Growing:
 def taking_turns(
     draft: ModelRunner,
     cost: CostModel,
+    draft_ms: float,
     tokenizer: PreTrainedTokenizerFast | None = None,
     clock: Callable[[], float] = time.monotonic,
-    draft_ms: float = 1.0,
 ) -> Speculation:
     """For target and draft in one loop.
 

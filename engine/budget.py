@@ -5,6 +5,7 @@ https://arxiv.org/abs/2406.14066): nodes are taken in order of their probability
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +29,8 @@ _PROBE_EVERY = 64  # steps without speculation between looks whether it pays aga
 _REACH = 1.5  # a step that took longer, or shorter, than this times what was believed counts as this
 _ENOUGH_NEWS = 16  # observations, each of which changes little, before the table of costs is made anew
 _TRUSTED = 100  # observations; more don't make a time surer
+_LEARN = 0.05  # weight of the newest step
+_NEW = 10.0  # observations of a size that say as much of it as of all others
 _MEMORY = 2000.0  # trials per cell that are remembered
 _NOTHING = np.zeros(0, np.int32)  # no nodes
 _NO_REACH = np.zeros(0, np.float32)
@@ -91,19 +94,19 @@ def _count_tried(trials: Counts, hits: Counts, nodes: Nodes, verified: IntArray,
 
 
 class CostModel:
-    """Milliseconds of a target step by number of rows, learned while serving; interpolated between what was seen.
+    """Milliseconds of a step by its size (a target's rows, or draft steps in a row), learned while serving.
 
-    First measurements, taken before serving, are believed less and less: what is seen at one number of rows also says how
-    far off the first measurements at the others are.
+    Each size costs its first measurement, times what all steps lately cost over theirs, times what is its own: where a
+    machine becomes slower, it is slower at all sizes at once, and those seen rarely stay comparable with the others.
     """
 
     def __init__(self, bucket: Callable[[int], int] = lambda rows: rows) -> None:
         """bucket: the number of rows that the model is really called with."""
         self._bucket = bucket
         self._first: dict[int, float] = {}
-        self._seen: dict[int, float] = {}
+        self._own: dict[int, float] = {}  # of a size, over what all have in common
+        self._common = 1.0
         self._count: dict[int, int] = {}  # of observations
-        self._off = 1.0  # seen / first, lately
         self._called: list[int] = []  # the bucket of 0, 1, 2... rows
         self._table: FloatArray | None = None
         self._news = 0  # observations that the table doesn't know of
@@ -122,13 +125,14 @@ class CostModel:
     def observe(self, rows: int, milliseconds: float) -> None:
         """Learns from one step, slowly: a single slow step is noise."""
         rows = self._bucket(rows)
-        if rows in self._first:
-            off = milliseconds / self._first[rows]
-            self._off += 0.05 * (near(off, self._off) - self._off)
-        old = self._seen.get(rows, self._first.get(rows, milliseconds) * self._off)
-        weight = 0.05 if rows in self._seen else 0.5
-        self._seen[rows] = old + weight * (near(milliseconds, old) - old)
-        self._count[rows] = min(self._count.get(rows, 0) + 1, _TRUSTED)
+        first = self._first.setdefault(rows, milliseconds / self._common)
+        own = self._own.get(rows, 1.0)
+        believed = first * own * self._common
+        off = near(milliseconds, believed) / believed - 1
+        self._count[rows] = count = min(self._count.get(rows, 0) + 1, _TRUSTED)
+        share = min(0.5, _NEW / count)  # what is its own is known once it was seen often: what changes then is common
+        self._common *= 1 + _LEARN * (1 - share) * off
+        self._own[rows] = own * (1 + _LEARN * share * off)
         self._news += 1
         if self._news >= _ENOUGH_NEWS or self._count[rows] < _ENOUGH_NEWS:
             self._table, self._news = None, 0
@@ -140,11 +144,12 @@ class CostModel:
         return self._table[: rows + 1]
 
     def _interpolate(self, rows: int) -> FloatArray:
-        known = {point: value * self._off for point, value in self._first.items()} | self._seen
-        if not known:
+        if not self._first:
             return np.ones(rows + 1, np.float32)
-        points = sorted(known)
-        values = _rising([known[point] for point in points], [1 + self._count.get(point, 0) for point in points])
+        self._share()
+        points = sorted(self._first)
+        known = [self._first[point] * self._own.get(point, 1.0) * self._common for point in points]
+        values = _rising(known, [1 + self._count.get(point, 0) for point in points])
         while len(self._called) <= rows:
             self._called.append(self._bucket(len(self._called)))
         called = np.asarray(self._called[: rows + 1])
@@ -152,6 +157,14 @@ class CostModel:
         beyond = np.maximum(called / points[-1], 1.0)
         table: FloatArray = (np.interp(called, points, values) * beyond).astype(np.float32)
         return table
+
+    def _share(self) -> None:
+        """What the sizes seen have in common is no longer their own."""
+        seen = sum(self._count.values())
+        if seen:
+            mean = math.exp(sum(self._count[size] * math.log(own) for size, own in self._own.items()) / seen)
+            self._common *= mean
+            self._own = {size: own / mean for size, own in self._own.items()}
 
 
 @dataclass(frozen=True, slots=True)

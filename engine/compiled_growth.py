@@ -71,13 +71,12 @@ def grow_on(
 
     Returns the tree's new size, the slots taken, the steps, and what covered and opened are now.
     """
-    worth, first_ms, next_ms = stakes.costs
     covered, opened, left, steps = stakes.covered, stakes.opened, len(free), 0
     most_nodes = len(stakes.milliseconds) - 1
     while steps < most:
         known, at, expanding = before(stakes.trials, stakes.hits, given.nodes, size, given.bounds.rows)
-        costs = worth, next_ms if steps else first_ms, next_ms
-        gain = gain_of(known, at, np.float32(covered / opened), stakes.milliseconds, costs, most_nodes)
+        share = np.float32(covered / opened)
+        gain = gain_of(known, at, share, stakes.milliseconds, stakes.costs, most_nodes, steps)
         if gain <= 0 and (steps or not stakes.looks):
             break
         old = size

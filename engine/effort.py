@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from engine.budget import Calibration, CostModel, Counts, GoodputWindow, near, reach
+from engine.budget import Calibration, CostModel, Counts, GoodputWindow, reach
 from engine.compiled import compiled
 from engine.drafters import Drafter
 from engine.tree import ROOT, TokenTree
@@ -22,12 +22,11 @@ RECENT = 0.05  # weight of the newest step: text changes its kind within a seque
 _LOOKING = 0.005  # of the time: what a resting drafter may take to see whether it pays again
 _LOOKS = 4  # target steps in a row before which it does: the first one finds everything cold
 _AHEAD = 4  # draft steps that are thought of together
+_DRAFT_STEPS = 8  # in a row, whose cost is learned one by one
 # What draft steps are taken to cover before anything is known, and how sure that is.
 _FIRST_SHARE, _FIRST_OPEN = 0.6, 4.0
 
-Costs = tuple[
-    float, float, float
-]  # what a millisecond is worth; how many the first draft step takes, and each behind it
+Costs = tuple[float, FloatArray]  # what a millisecond is worth; milliseconds of 1, 2, 3... draft steps in a row
 
 
 class EffortWindow(GoodputWindow):
@@ -41,15 +40,16 @@ class EffortWindow(GoodputWindow):
         self,
         calibration: Calibration,
         cost: CostModel,
-        draft_ms: float = 1.0,
+        draft_ms: float,
         rows: int = 8,
         max_nodes: int = 31,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """cost: of a target step, which this learns. draft_ms: a first guess at a draft step. rows: of a tree in one."""
         super().__init__(calibration, cost, max_nodes)
-        self.first_ms = draft_ms  # of the first draft step before a target step, which finds no weights in the caches
-        self.next_ms = draft_ms  # of each behind it
+        self.drafting = CostModel()  # by draft steps before a target step: the first one finds no weights in the caches
+        for steps in range(1, _DRAFT_STEPS + 1):
+            self.drafting.start(steps, steps * draft_ms)
         self._rows = rows
         self._clock = clock
         self._mark = 0.0  # when the draft step, or the target step, began
@@ -90,22 +90,17 @@ class EffortWindow(GoodputWindow):
         at_all = _joined(opened)
         self._was_open, self._sizes = float(at_all.sum()), [tree.size for tree in trees]
         milliseconds = self.cost.table(len(trees) + self.max_nodes)[len(trees) :]
-        first_ms = self.next_ms if self._draft_steps else self.first_ms
-        costs = self.worth, first_ms, self.next_ms
-        gain = gain_of(_joined(known), at_all, np.float32(self.share), milliseconds, costs, self.max_nodes)
+        share, most, done = np.float32(self.share), self.max_nodes, self._draft_steps
+        gain = gain_of(_joined(known), at_all, share, milliseconds, self._costs(), most, done)
         looks = len(at_all) > 0 and self._draft_steps == 0 and self._looks_again()
         self._mark = self._clock()
         return gain > 0 or looks
 
     def grew(self, trees: Sequence[TokenTree]) -> None:
         """The draft step ended that `pays` was asked about."""
-        took_ms = 1000 * (self._clock() - self._mark)
-        if self._draft_steps:
-            self.next_ms = _blend(self.next_ms, took_ms)
-        elif self._drafted_before:  # after a rest it takes longer, and would make the rest last
-            self.first_ms = _blend(self.first_ms, took_ms)
         self._draft_steps += 1
-        self._drafted_ms += took_ms
+        self._drafted_ms += 1000 * (self._clock() - self._mark)
+        self._drafted()
         covered = 0.0
         for tree, nodes, size in zip(trees, self._expanding, self._sizes, strict=True):
             if tree.size > size:
@@ -123,7 +118,7 @@ class EffortWindow(GoodputWindow):
             trials,
             hits,
             self.cost.table(1 + self.max_nodes)[1:],
-            (self.worth, self.first_ms, self.next_ms),
+            self._costs(),
             self._covered,
             self._open,
             self._looks_again(),
@@ -131,15 +126,10 @@ class EffortWindow(GoodputWindow):
 
     def grew_on(self, steps: int, covered: float, opened: float) -> None:
         """So many draft steps ended, the first since the last target step; covered, opened: what became of `Stakes`."""
-        took_ms = 1000 * (self._clock() - self._mark)
-        if steps and self._drafted_before:  # see `grew`
-            if steps == 1:
-                self.first_ms = _blend(self.first_ms, took_ms)
-            else:
-                self.next_ms = _blend(self.next_ms, (took_ms - self.first_ms) / (steps - 1))
         if steps:
             self._covered, self._open = covered, opened
-            self._draft_steps, self._drafted_ms, self._rested_ms = steps, took_ms, 0.0
+            self._draft_steps, self._drafted_ms, self._rested_ms = steps, 1000 * (self._clock() - self._mark), 0.0
+            self._drafted()
 
     def drafted(self) -> None:
         """No draft step follows: the target's step begins."""
@@ -156,7 +146,7 @@ class EffortWindow(GoodputWindow):
             self._between_ms += RECENT * (between_ms - self._between_ms)
         self._tokens += RECENT * (tokens - self._tokens) if self._ms else tokens
         # what steps cost as a rule: how long this one took says more about the machine
-        drafting_ms = self.first_ms + (self._draft_steps - 1) * self.next_ms if self._draft_steps else 0.0
+        drafting_ms = self._draft_ms(self._draft_steps) if self._draft_steps else 0.0
         spent_ms = target_ms + drafting_ms + self._between_ms
         self._ms += RECENT * (spent_ms - self._ms) if self._ms else spent_ms
         self._rested_ms += target_ms
@@ -168,9 +158,20 @@ class EffortWindow(GoodputWindow):
 
     def _looks_again(self) -> bool:
         """Whether a resting drafter takes a step to see whether it pays again."""
-        if self._rested_ms * _LOOKING > _LOOKS * self.first_ms:
+        if self._rested_ms * _LOOKING > _LOOKS * self._draft_ms(1):
             self._looks = _LOOKS
         return self._looks > 0
+
+    def _costs(self) -> Costs:
+        return self.worth, self.drafting.table(_DRAFT_STEPS + _AHEAD)[1:]
+
+    def _draft_ms(self, steps: int) -> float:
+        return float(self.drafting.table(steps)[steps])
+
+    def _drafted(self) -> None:
+        """So many draft steps have taken so long. After a rest they take longer, and would make the rest last."""
+        if self._drafted_before:
+            self.drafting.observe(self._draft_steps, self._drafted_ms)
 
     def _begin(self, ended: float | None) -> None:
         """Another target step comes."""
@@ -241,10 +242,6 @@ def _most_worth(reach: FloatArray, milliseconds: FloatArray, worth: float) -> tu
     return count, accepted, value
 
 
-def _blend(old_ms: float, took_ms: float) -> float:
-    return old_ms + RECENT * (near(took_ms, old_ms) - old_ms)
-
-
 def _joined(parts: Sequence[FloatArray]) -> FloatArray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -265,19 +262,20 @@ def gain_of(
     milliseconds: FloatArray,
     costs: Costs,
     most: int,
+    done: int,
 ) -> float:
     """How much more is expected, less what its milliseconds are worth, of the best number of draft steps from one on.
 
     known: the probability of each node; opened: what is open at those that the first of the steps expands, behind which
-    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes.
+    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes. done: draft steps so far.
     """
-    worth, first_ms, next_ms = costs
+    worth, drafting = costs
     as_it_is = _value(known, milliseconds, worth, most)
     gain = -np.inf
     for step in range(_AHEAD):
         opened = share * opened
         known = np.concatenate((known, opened))
-        price = worth * (first_ms + step * next_ms)
+        price = worth * (drafting[done + step] - (drafting[done - 1] if done else np.float32(0)))
         gain = max(gain, _value(known, milliseconds, worth, most) - as_it_is - price)
     return gain
 

@@ -108,12 +108,12 @@ def tree(size: int, draft_steps: int = 3) -> Make:
 
 
 def automatic(draft: ModelRunner) -> Speculation:
-    return taking_turns(draft, costs())
+    return taking_turns(draft, costs(), 1.0)
 
 
 def sharing(draft: ModelRunner) -> LocalDrafter:
     """The automatic one, for a target replica's own process; by its clock nothing takes time, so nothing varies."""
-    speculation = taking_turns(draft, costs(), clock=lambda: 0.0)
+    speculation = taking_turns(draft, costs(), 1.0, clock=lambda: 0.0)
     return LocalDrafter(speculation.drafter, speculation.draft_steps, speculation.effort)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import effort, noise, torch_calls
+from engine import budget, noise, torch_calls
 from engine.budget import Calibration, CostModel
 from engine.drafters.model import Growing, ModelDrafter
 from engine.effort import EffortWindow, draft_steps
@@ -95,7 +95,7 @@ def test_steps_in_one_go_are_those_that_pay_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With costs that stay the same, and trees that become too deep: both learn the same from their steps."""
-    monkeypatch.setattr(effort, "near", lambda value, old: old)
+    monkeypatch.setattr(budget, "near", lambda value, old: old)
     growing = Growing(each=1, children=3, lookup=4)
     drafters = ModelDrafter(runners[0], growing), OneByOne(runners[1], growing)
     windows = []
@@ -104,7 +104,8 @@ def test_steps_in_one_go_are_those_that_pay_one_by_one(
         for rows, milliseconds in ((1, 1.0), (8, 2.4), (33, 9.0)):
             cost.start(rows, milliseconds)
         window = EffortWindow(Calibration(), cost, 0.2, 1, clock=lambda: 0.0)
-        window.next_ms = 0.1
+        for steps in range(2, 9):
+            window.drafting.start(steps, 0.1 + 0.1 * steps)
         window._tokens, window._ms = worth, 1.0
         windows.append(window)
         drafter.open(0, prompts[0][:100], SamplingParams(temperature, seed=7))

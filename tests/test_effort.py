@@ -17,14 +17,14 @@ TARGET_MS, DRAFT_MS = 10.0, 2.0
 class World:
     """One sequence, a clock that goes by given costs, and a drafter whose guesses are right with a given probability."""
 
-    def __init__(self, right: float, seed: int = 0) -> None:
+    def __init__(self, right: float, seed: int = 0, guess: float = DRAFT_MS) -> None:
         self.right = right  # of each draft token, which the drafter knows
         self.now = 0.0  # seconds
         self.tokens = self.drafted = self.steps = 0
         cost = CostModel()
         for rows, milliseconds in ((1, TARGET_MS), (32, TARGET_MS + 3.1)):  # 0.1 ms a row
             cost.start(rows, milliseconds)
-        self.window = EffortWindow(Calibration(), cost, DRAFT_MS, rows=1, clock=lambda: self.now)
+        self.window = EffortWindow(Calibration(), cost, guess, rows=1, clock=lambda: self.now)
         self.rng = np.random.default_rng(seed)
         self.tree = TokenTree(0)
 
@@ -111,7 +111,8 @@ def test_a_slower_draft_drafts_less() -> None:
     def depth(draft_ms: float) -> float:
         world = World(0.8)
         world.turns(100)
-        world.window.first_ms = world.window.next_ms = draft_ms
+        for steps in range(1, 9):
+            world.window.drafting.start(steps, steps * draft_ms)
         count = 0
         while count < 8 and world.window.pays([world.tree]):
             [node] = world.tree.frontier(1, 100)
@@ -120,6 +121,15 @@ def test_a_slower_draft_drafts_less() -> None:
         return count
 
     assert depth(0.1) > depth(2.0) > depth(20.0) == 0
+
+
+@pytest.mark.parametrize("guess", [0.2, 6.0])
+def test_what_draft_steps_cost_is_learned_from_any_guess(guess: float) -> None:
+    """Also where there are always many of them: their number says what one takes."""
+    world = World(0.95, guess=guess)
+    world.turns(1000)
+    costs = world.window.drafting.table(8)
+    assert costs[1:] == pytest.approx(DRAFT_MS * np.arange(1, 9), rel=0.25)
 
 
 def test_reading_a_long_prefix_says_nothing_about_the_drafter() -> None:
