@@ -96,7 +96,7 @@ def make_shared(config: DraftConfig, placement: Placement, cost: CostModel, most
     growing = replace(growing_in_turns(placement.device), lookup=0)
     drafter, draft_ms = _make_timed(replace(config, growing=growing, shared=0), placement)
     window = EffortWindow(Calibration(), cost, draft_ms, growing.each or growing.rows, most)
-    return LocalDrafter(drafter, MOST_STEPS, window)
+    return LocalDrafter(drafter, MOST_STEPS, window, growing.doubtful)
 
 
 def _make(config: DraftConfig, placement: Placement) -> Drafter:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from engine.drafters import Drafter, Learner, ReadsStates, TakesPages
+from engine.drafters.ngram import DOUBTFUL
 from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.effort import EffortWindow, draft_steps
 from engine.kv import PoolExhausted
@@ -25,6 +26,7 @@ class LocalDrafter:
     drafter: Drafter
     steps: int = 1
     effort: EffortWindow | None = None  # says before each of them whether it pays: `steps` is then the most
+    doubtful: float = DOUBTFUL  # what the target looks up and is right less often is no help to it
 
     @property
     def learner(self) -> Learner | None:

@@ -24,6 +24,7 @@ from cluster.target_stats import Tally, TargetStats
 from cluster.trace import Trace
 from cluster.windows import Windows
 from engine.budget import Patience, Window
+from engine.drafters.ngram import DOUBTFUL
 from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
@@ -76,6 +77,7 @@ class TargetReplica:
         self._own = OwnGuesses(local)
         self._shared = OwnGuesses(shared)
         self._stepper = Stepper(runner, states=self._own.reads_states)
+        self._doubtful = shared.doubtful if shared is not None else DOUBTFUL
         self._windows = Windows(window, named or NamedWindows(), shared.effort if shared is not None else None)
         self._vocabulary = Vocabulary(tokenizer, runner.vocab_size) if tokenizer is not None else None
         self._placement = placement or Placement()
@@ -231,6 +233,7 @@ class TargetReplica:
             self._drafts.never_at("shared")
         self._place = self._drafts.place if self._speculates else "none"
         self._windows.takes_turns(self._place == "shared")
+        self._state.doubtful = self._doubtful if self._place == "shared" else DOUBTFUL
         if self._place != "shared":
             self._shared.rest()
         if self._speculates:

@@ -7,7 +7,7 @@ commit moves the mirror's root, and the messages to each draft are collected unt
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from engine.drafters.ngram import Earned, Lookup
+from engine.drafters.ngram import DOUBTFUL, Earned, Lookup
 from engine.drafters.past import Past
 from engine.prefix import HandleChain
 from engine.tree import ROOT, TokenTree
@@ -67,6 +67,7 @@ class TargetState:
         """
         self._mirror_nodes = mirror_nodes
         self._lookup = lookup
+        self.doubtful = DOUBTFUL  # what is looked up and right less often stays out of the mirrors
         self._earned = Earned()
         self._earlier = Past(earlier) if earlier else None
         self._vocab_size = vocab_size
@@ -114,7 +115,7 @@ class TargetState:
         mirror = TokenTree(tokens[-1], self._mirror_nodes, params.temperature == 0)
         count = 0 if alone else self._lookup
         lookup = Lookup(tokens, params.temperature == 0, self._earned, count, self._earlier)
-        lookup.hang(mirror)
+        lookup.hang(mirror, self.doubtful)
         held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup, alone, len(tokens))
         self._sessions[session] = held
         if not alone:
@@ -131,7 +132,7 @@ class TargetState:
         held.chain.extend(tokens)
         hit = held.mirror.commit(tokens).children > 0
         held.lookup.commit(tokens)
-        held.lookup.hang(held.mirror)
+        held.lookup.hang(held.mirror, self.doubtful)
         if held.draft is not None:
             tail = held.tokens[-max(len(tokens), COMMIT_TAIL) :]
             self._drafts[held.draft].append(Commit(session, held.chain.handle, tuple(tail), hit))

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from engine.budget import Calibration, CostModel, Counts, GoodputWindow, reach
+from engine.budget import Calibration, CostModel, Counts, GoodputWindow, near, reach
 from engine.compiled import compiled
 from engine.drafters import Drafter
 from engine.tree import ROOT, TokenTree
@@ -25,8 +25,11 @@ _AHEAD = 4  # draft steps that are thought of together
 _DRAFT_STEPS = 8  # in a row, whose cost is learned one by one
 # What draft steps are taken to cover before anything is known, and how sure that is.
 _FIRST_SHARE, _FIRST_OPEN = 0.6, 4.0
+_USUAL = 2  # committed tokens that a draft has to read at most where it did not rest
+_OF_A_STEP = 0.12  # of a draft step: what reading another one takes, before it is known
 
-Costs = tuple[float, FloatArray]  # what a millisecond is worth; milliseconds of 1, 2, 3... draft steps in a row
+# What a millisecond is worth; milliseconds of 1, 2, 3... draft steps in a row; and of reading what was committed meanwhile.
+Costs = tuple[float, FloatArray, float]
 
 
 class EffortWindow(GoodputWindow):
@@ -50,6 +53,7 @@ class EffortWindow(GoodputWindow):
         self.drafting = CostModel()  # by draft steps before a target step: the first one finds no weights in the caches
         for steps in range(1, _DRAFT_STEPS + 1):
             self.drafting.start(steps, steps * draft_ms)
+        self.behind_ms = _OF_A_STEP * draft_ms  # of each token that a draft which rested has to read first
         self._rows = rows
         self._clock = clock
         self._mark = 0.0  # when the draft step, or the target step, began
@@ -91,7 +95,7 @@ class EffortWindow(GoodputWindow):
         self._was_open, self._sizes = float(at_all.sum()), [tree.size for tree in trees]
         milliseconds = self.cost.table(len(trees) + self.max_nodes)[len(trees) :]
         share, most, done = np.float32(self.share), self.max_nodes, self._draft_steps
-        gain = gain_of(_joined(known), at_all, share, milliseconds, self._costs(), most, done)
+        gain = gain_of(_joined(known), at_all, share, milliseconds, self._costs(0), most, done)
         looks = len(at_all) > 0 and self._draft_steps == 0 and self._looks_again()
         self._mark = self._clock()
         return gain > 0 or looks
@@ -110,26 +114,33 @@ class EffortWindow(GoodputWindow):
             self._covered += RECENT * (covered - self._covered)
             self._open += RECENT * (self._was_open - self._open)
 
-    def stakes(self, tree: TokenTree) -> "Stakes":
-        """What says whether draft steps pay, for a drafter that takes several in one go; `grew_on` has to follow."""
+    def stakes(self, tree: TokenTree, behind: int) -> "Stakes":
+        """What says whether draft steps pay, for a drafter that takes several in one go; `grew_on` has to follow.
+
+        behind: committed tokens that it has to read first.
+        """
         trials, hits = self.calibration.counts(tree)
         self._mark = self._clock()
         return Stakes(
             trials,
             hits,
             self.cost.table(1 + self.max_nodes)[1:],
-            self._costs(),
+            self._costs(behind),
             self._covered,
             self._open,
             self._looks_again(),
         )
 
-    def grew_on(self, steps: int, covered: float, opened: float) -> None:
+    def grew_on(self, steps: int, covered: float, opened: float, behind: int) -> None:
         """So many draft steps ended, the first since the last target step; covered, opened: what became of `Stakes`."""
         if steps:
             self._covered, self._open = covered, opened
             self._draft_steps, self._drafted_ms, self._rested_ms = steps, 1000 * (self._clock() - self._mark), 0.0
-            self._drafted()
+            if behind > _USUAL:
+                each_ms = (self._drafted_ms - self._draft_ms(steps)) / (behind - _USUAL)
+                self.behind_ms += RECENT * (near(each_ms, self.behind_ms) - self.behind_ms)
+            else:
+                self._drafted()
 
     def drafted(self) -> None:
         """No draft step follows: the target's step begins."""
@@ -162,8 +173,9 @@ class EffortWindow(GoodputWindow):
             self._looks = _LOOKS
         return self._looks > 0
 
-    def _costs(self) -> Costs:
-        return self.worth, self.drafting.table(_DRAFT_STEPS + _AHEAD)[1:]
+    def _costs(self, behind: int) -> Costs:
+        reading_ms = max(0, behind - _USUAL) * self.behind_ms
+        return self.worth, self.drafting.table(_DRAFT_STEPS + _AHEAD)[1:], reading_ms
 
     def _draft_ms(self, steps: int) -> float:
         return float(self.drafting.table(steps)[steps])
@@ -267,15 +279,16 @@ def gain_of(
     """How much more is expected, less what its milliseconds are worth, of the best number of draft steps from one on.
 
     known: the probability of each node; opened: what is open at those that the first of the steps expands, behind which
-    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes. done: draft steps so far.
+    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes. done: draft steps so far; before
+    the first one, what was committed meanwhile is read.
     """
-    worth, drafting = costs
+    worth, drafting, reading_ms = costs
     as_it_is = _value(known, milliseconds, worth, most)
     gain = -np.inf
     for step in range(_AHEAD):
         opened = share * opened
         known = np.concatenate((known, opened))
-        price = worth * (drafting[done + step] - (drafting[done - 1] if done else np.float32(0)))
+        price = worth * (drafting[done + step] + (-drafting[done - 1] if done else np.float32(reading_ms)))
         gain = max(gain, _value(known, milliseconds, worth, most) - as_it_is - price)
     return gain
 

@@ -132,6 +132,21 @@ def test_what_draft_steps_cost_is_learned_from_any_guess(guess: float) -> None:
     assert costs[1:] == pytest.approx(DRAFT_MS * np.arange(1, 9), rel=0.25)
 
 
+def test_a_draft_that_has_much_to_read_first_has_to_bring_more() -> None:
+    """What reading takes is learned from turns that began with it."""
+    world = World(0.8)
+    world.turns(200)
+    for _ in range(200):
+        stakes = world.window.stakes(world.tree, 12)
+        world.now += (2 * DRAFT_MS + 10 * 0.5) / 1000
+        world.window.grew_on(2, stakes.covered, stakes.opened, 12)
+        world.window._begin(world.now)
+    assert world.window.behind_ms == pytest.approx(0.5, rel=0.1)
+    assert world.window.drafting.table(2)[2] == pytest.approx(2 * DRAFT_MS, rel=0.1)
+    assert world.window.stakes(world.tree, 2).costs[2] == 0
+    assert world.window.stakes(world.tree, 12).costs[2] == pytest.approx(5, rel=0.1)
+
+
 def test_reading_a_long_prefix_says_nothing_about_the_drafter() -> None:
     world = World(0.8)
     share = world.window.share

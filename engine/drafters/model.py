@@ -96,7 +96,6 @@ class _Session:
         self.processors = processors
         self.awaits: SamplingParams | None = None  # the same with a grammar, which is still being compiled
         self.lookup = lookup
-        lookup.hang(self.tree)
 
     @property
     def pending(self) -> list[int]:
@@ -151,9 +150,10 @@ class ModelDrafter:
         except RuntimeError:
             pool.release(lease)
             raise
-        lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup, self._shared, growing.doubtful)
+        lookup = Lookup(tokens, params.temperature == 0, self._earned, growing.lookup, self._shared)
         held = _Session(list(tokens), prompt, params, lease, tree_lease, growing.max_nodes, lookup, processors)
         held.chain, held.computed = chain, known
+        lookup.hang(held.tree, growing.doubtful)
         held.awaits = whole if params is not whole and self._vocabulary is not None else None
         self._sessions[session] = held
 
@@ -179,7 +179,7 @@ class ModelDrafter:
         if held.processors is not None:
             held.processors.extend(self._known(tokens))
         held.lookup.commit(tokens)
-        held.lookup.hang(held.tree)
+        held.lookup.hang(held.tree, self._growing.doubtful)
         return replace(moved, children=moved.children or int(held.tree.size > 1))
 
     def _knows(self, params: SamplingParams) -> bool:
@@ -222,9 +222,9 @@ class ModelDrafter:
             np.array(pending, np.int32),
             np.array(held.free_slots[-most * given.bounds.rows :], np.int32),
             most,
-            effort.stakes(held.tree),
+            effort.stakes(held.tree, len(pending)),
         )
-        effort.grew_on(steps, covered, opened)
+        effort.grew_on(steps, covered, opened, len(pending))
         if steps:
             self._took(held, len(pending), taken)
         return [session] if steps else []

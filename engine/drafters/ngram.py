@@ -82,12 +82,8 @@ class Lookup:
         earned: Earned,
         count: int,
         others: Past | None = None,
-        doubtful: float = DOUBTFUL,
     ) -> None:
-        """earned: shared by sessions. count: tokens looked up; 0: none. others: texts that are looked through as well.
-
-        doubtful: what is right less often stays out of trees.
-        """
+        """earned: shared by sessions. count: tokens looked up; 0: none. others: texts that are looked through as well."""
         self._longest = LONGEST if others is None else _LONGEST_SHARED
         self._index = NgramIndex(tokens, self._longest)
         self._others = others
@@ -95,18 +91,17 @@ class Lookup:
         self._greedy = greedy
         self._earned = earned
         self._count = count
-        self._doubtful = doubtful
-        self._guess: tuple[int, int] | None = None  # the last lookup: tokens matched, the token that followed
-        self._wrong = 0  # guesses in a row
+        self._guess: tuple[int, int, bool] | None = None  # tokens matched, the token that followed; whether it was hung
+        self._wrong = 0  # guesses since the last one that was of use, less the right ones that were not hung
         self._commits = 0
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes what came, and compares it with what the last lookup said."""
         if self._guess is not None:
-            matched, guessed = self._guess
+            matched, guessed, hung = self._guess
             right = guessed == tokens[0]
             self._earned.learn(self._greedy, matched, right)
-            self._wrong = 0 if right else self._wrong + 1
+            self._wrong = min(self._wrong + 1, _IN_VAIN) if not right else 0 if hung else max(self._wrong - 1, 0)
             self._guess = None
         self._commits += 1
         self._index.extend(tokens)
@@ -124,16 +119,17 @@ class Lookup:
                     return int(lengths[best]), followed[followed != NOTHING].tolist()
         return matched, tokens
 
-    def hang(self, tree: TokenTree) -> None:
-        """Hangs what followed the last tokens earlier below the root, unless lookups are mostly wrong.
+    def hang(self, tree: TokenTree, doubtful: float = DOUBTFUL) -> None:
+        """Hangs what followed the last tokens earlier below the root, unless lookups are right less often than `doubtful`.
 
         Looking takes time too: where one guess after the other was wrong, it is only done now and then.
         """
         if self._count and (self._wrong < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
             matched, tokens = self._find()
-            self._guess = (matched, tokens[0]) if tokens else None
             confidences = self._earned.confidences(self._greedy, matched, self._longest, len(tokens))
-            if tokens and confidences[0] > self._doubtful:
+            hung = bool(tokens) and confidences[0] > doubtful
+            self._guess = (matched, tokens[0], hung) if tokens else None
+            if hung:
                 tree.hang(tokens, confidences)
 
 
