@@ -15,6 +15,7 @@ from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.drafters import Drafter
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
+from engine.tree_loops import all_known
 from engine.types import Growth, KVHandle, SamplingParams
 from engine.verify import walk
 
@@ -56,13 +57,16 @@ def warm_up_loops() -> None:
     """Grows, tells, verifies and commits a small tree, and samples: compiles the loops of all that, or loads what was
     compiled.
     """
-    sampling.choose(torch.zeros(1, 2), [SamplingParams(temperature=1.0)], noise.keys(0, [0]))
+    logits, drawn = torch.zeros(1, 2), [SamplingParams(temperature=1.0)]
+    sampling.choose(logits, drawn, noise.keys(0, [0]))
+    sampling.margins(logits, drawn, noise.keys(0, [0]))  # choices within rounding are made exactly, which is rare
     draft, mirror = TokenTree(0), TokenTree(0)
     draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
     draft.frontier(1, 2)
     nodes = draft.unsent(1)
     [growth] = decode_up(encode_up([Growth(0, KVHandle(1, bytes(DIGEST_BYTES)), *draft.piece(nodes))])[0])
     assert isinstance(growth, Growth)
+    all_known(growth.tokens, 1)
     mirror.graft([], growth.parents, growth.tokens, growth.confidences)
     window = GoodputWindow(Calibration(), CostModel())
     [chosen] = window.choose([mirror])
