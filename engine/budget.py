@@ -124,6 +124,8 @@ class CostModel:
 
     def observe(self, rows: int, milliseconds: float) -> None:
         """Learns from one step, slowly: a single slow step is noise."""
+        if milliseconds <= 0:
+            return  # a clock that stands still says nothing
         rows = self._bucket(rows)
         first = self._first.setdefault(rows, milliseconds / self._common)
         own = self._own.get(rows, 1.0)

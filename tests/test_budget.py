@@ -169,6 +169,13 @@ def test_a_machine_that_became_slower_is_slower_at_all_sizes() -> None:
     assert model.table(8)[8] == pytest.approx(24, rel=0.01)
 
 
+def test_a_clock_that_stands_still_says_nothing() -> None:
+    model = costs({1: 10.0})
+    for rows in (1, 2, 1):
+        model.observe(rows, 0.0)
+    assert model.table(1)[1] == 10.0
+
+
 def test_sizes_seen_rarely_follow_a_machine_that_became_slower() -> None:
     """What they cost over others was learned before, and still holds."""
     model = costs({1: 10.0, 8: 12.0, 16: 14.0})
