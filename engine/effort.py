@@ -104,7 +104,7 @@ class EffortWindow(GoodputWindow):
         """The draft step ended that `pays` was asked about."""
         self._draft_steps += 1
         self._drafted_ms += 1000 * (self._clock() - self._mark)
-        self._drafted()
+        self._learn_drafting()
         covered = 0.0
         for tree, nodes, size in zip(trees, self._expanding, self._sizes, strict=True):
             if tree.size > size:
@@ -140,7 +140,7 @@ class EffortWindow(GoodputWindow):
                 each_ms = (self._drafted_ms - self._draft_ms(steps)) / (behind - _USUAL)
                 self.behind_ms += RECENT * (near(each_ms, self.behind_ms) - self.behind_ms)
             else:
-                self._drafted()
+                self._learn_drafting()
 
     def drafted(self) -> None:
         """No draft step follows: the target's step begins."""
@@ -180,7 +180,7 @@ class EffortWindow(GoodputWindow):
     def _draft_ms(self, steps: int) -> float:
         return float(self.drafting.table(steps)[steps])
 
-    def _drafted(self) -> None:
+    def _learn_drafting(self) -> None:
         """So many draft steps have taken so long. After a rest they take longer, and would make the rest last."""
         if self._drafted_before:
             self.drafting.observe(self._draft_steps, self._drafted_ms)
