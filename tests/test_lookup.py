@@ -1,5 +1,6 @@
 """Looking up how the text went on before: by itself, and in the trees of the model drafter."""
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from cluster.target_state import TargetState
 from engine.drafters import ngram
 from engine.drafters.model import Growing, ModelDrafter
-from engine.drafters.ngram import Earned, Lookup, NgramIndex
+from engine.drafters.ngram import Earned, GrowingText, Lookup
+from engine.drafters.past import Past
 from engine.runner import ModelRunner
 from engine.tree import TokenTree
 from engine.types import Commit, SamplingParams
@@ -32,7 +34,7 @@ def chain(drafter: ModelDrafter) -> list[int]:
 
 
 def test_the_longest_match_decides_then_the_latest() -> None:
-    index = NgramIndex([1, 2, 3, 9, 2, 3, 8, 3, 7, 2])
+    index = GrowingText([1, 2, 3, 9, 2, 3, 8, 3, 7, 2])
     index.extend([3])
     assert index.lookup(2) == (2, [8, 3])
     index.extend([5])
@@ -41,9 +43,38 @@ def test_the_longest_match_decides_then_the_latest() -> None:
     assert index.lookup(9) == (1, [5, 3])
 
 
+def test_it_finds_what_looking_at_every_place_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 40))]
+        path = [rng.randrange(3) for _ in range(rng.randrange(3))]
+        last = (tokens[-4:] + path)[-4:]
+        places = {n: [end for end in range(n, len(tokens)) if tokens[end - n : end] == last[-n:]] for n in (4, 3, 2, 1)}
+        expected = next(((n, tokens[ends[-1] : ends[-1] + 5]) for n, ends in places.items() if ends), (0, []))
+        text = GrowingText(tokens[:7])
+        text.extend(tokens[7:])
+        assert text.lookup(5, path) == expected
+
+
+def test_other_texts_are_taken_where_they_match_longer() -> None:
+    earlier = Past(64)
+    for output in ([50, 11, 12, 13, 21, 22, 23], [60, 13, 31]):
+        earlier.extend(output)
+        earlier.begin()
+    for tokens, expected in (
+        ([11, 12, 13], [21, 22, 23]),  # not 31, which is newer
+        ([13, 41, 42, 11, 12, 13], [21, 22, 23]),
+        ([50, 11, 12, 13, 41, 42, 50, 11, 12, 13], [41, 42, 50, 11, 12]),  # as long in its own
+        ([31, 44, 13, 31], [44, 13, 31]),  # nothing follows there
+    ):
+        tree = TokenTree(tokens[-1])
+        Lookup(tokens, True, Earned(), 5, earlier).hang(tree)
+        assert tree.token[1 : tree.size].tolist() == expected
+
+
 @pytest.mark.parametrize("tokens", [[4], [4, 5], [4, 5, 6]])
 def test_a_text_without_repetition_has_no_match(tokens: list[int]) -> None:
-    assert NgramIndex(tokens).lookup(3) == (0, [])
+    assert GrowingText(tokens).lookup(3) == (0, [])
 
 
 def test_what_followed_before_is_in_the_tree_before_the_model_ran(drafter: ModelDrafter) -> None:
@@ -89,7 +120,7 @@ def test_where_guesses_are_wrong_one_after_the_other_few_are_made() -> None:
         lookup.commit([100 + commit, 11, 12, 13, 14])
     assert looked[:9] == [True] * 9
     assert sum(looked[12:]) == len(looked[12:]) // 4
-    assert earned.confidences(False, 4, 4, 1)[0] < 0.2
+    assert earned.right(False)[4] < 0.2
     for _ in range(8):  # the text repeats itself now
         lookup.hang(tree)
         looked.append(lookup._guess is not None)

@@ -6,11 +6,16 @@ Source: Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding).
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from engine.drafters.past import Past
+from engine.compiled import compiled
+from engine.drafters.past import Chains, Past, follow, matches
 from engine.drafters.votes import NOTHING
 from engine.tree import ROOT, Moved, TokenTree
-from engine.types import SamplingParams
+from engine.tree_loops import Nodes, hang
+from engine.types import IntArray, SamplingParams
+
+Shares = npt.NDArray[np.float64]
 
 LONGEST = 4  # tokens that a match is looked for with
 _LONGEST_SHARED = 8  # the same where other texts are looked through: short matches there are many, and wrong
@@ -22,54 +27,53 @@ _ROOM = 4  # chains that fit in a tree
 _LEARN = 0.05  # weight of the newest lookup
 _IN_VAIN = 8  # wrong guesses in a row in a session, after which it looks up rarely
 _LOOK_AGAIN = 4  # then: every so many commits
+_FIRST_ROOM = 256  # tokens behind a text's first ones
+_NO_OTHERS = Past(0)
 
 
-class NgramIndex:
-    """Where the last tokens of a growing text occurred before."""
+class GrowingText:
+    """A text, and where its last tokens stood before."""
 
     def __init__(self, tokens: Sequence[int], longest: int = LONGEST) -> None:
-        self._tokens = list(tokens)
-        self._longest = longest
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest occurrence before the last token ends
-        self._indexed = 0
+        """longest: tokens that a match is looked for with."""
+        self.longest = longest
+        self.count = 0  # of tokens
+        self.tokens = np.empty(_FIRST_ROOM + len(tokens), np.int32)  # valid up to `count`
+        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
-        self._tokens.extend(tokens)
+        before, self.count = self.count, self.count + len(tokens)
+        if self.count > len(self.tokens):
+            self.tokens = np.concatenate([self.tokens[:before], np.empty(self.count, np.int32)])
+        self.tokens[before : self.count] = tokens
 
     def lookup(self, count: int, path: Sequence[int] = ()) -> tuple[int, list[int]]:
         """The length of the longest match, 0 if there is none, and up to `count` tokens that followed it.
 
         path: as if the text went on with these.
         """
-        tokens, ends, longest = self._tokens, self._ends, self._longest
-        for end in range(self._indexed + 1, len(tokens)):
-            gram = tuple(tokens[max(0, end - longest) : end])
-            for start in range(len(gram)):
-                ends[gram[start:]] = end
-        self._indexed = max(self._indexed, len(tokens) - 1)
-        last = (*tokens[-longest:], *path)[-longest:]
-        for start in range(len(last)):
-            end = ends.get(last[start:], 0)
-            if end:
-                return len(last) - start, tokens[end : end + count]
-        return 0, []
+        last = np.concatenate([self.tokens[: self.count][-self.longest :], np.asarray(path, np.int32)])
+        matched, end = _longest_match(self.tokens, self.count, last[-self.longest :])
+        followed: list[int] = self.tokens[end : min(end + count, self.count)].tolist()
+        return matched, followed if matched else []
 
 
 class Earned:
     """How often lookups were right lately, by whether the session is greedy and by the length of the match."""
 
     def __init__(self) -> None:
-        self._right = {greedy: [_TRUST] * (_LONGEST_SHARED + 1) for greedy in (True, False)}
+        self._right = np.full((2, _LONGEST_SHARED + 1), _TRUST)  # not greedy, greedy
 
-    def confidences(self, greedy: bool, matched: int, longest: int, count: int) -> list[float]:
-        """That each of `count` tokens is right which followed a match of so many tokens: it grows with them to `longest`."""
-        right = self._right[greedy]
-        return [right[min(matched + depth, longest)] for depth in range(count)]
+    def right(self, greedy: bool) -> Shares:
+        """By the length of the match."""
+        rates: Shares = self._right[int(greedy)]
+        return rates
 
     def learn(self, greedy: bool, matched: int, right: bool) -> None:
         """A lookup was right, or not."""
-        self._right[greedy][matched] += _LEARN * (right - self._right[greedy][matched])
+        rates = self.right(greedy)
+        rates[matched] += _LEARN * (right - rates[matched])
 
 
 class Lookup:
@@ -84,10 +88,8 @@ class Lookup:
         others: Past | None = None,
     ) -> None:
         """earned: shared by sessions. count: tokens looked up; 0: none. others: texts that are looked through as well."""
-        self._longest = LONGEST if others is None else _LONGEST_SHARED
-        self._index = NgramIndex(tokens, self._longest)
-        self._others = others
-        self._last = list(tokens[-self._longest :])
+        self._text = GrowingText(tokens, LONGEST if others is None else _LONGEST_SHARED)
+        self._others = _NO_OTHERS if others is None else others
         self._greedy = greedy
         self._earned = earned
         self._count = count
@@ -104,20 +106,7 @@ class Lookup:
             self._wrong = min(self._wrong + 1, _IN_VAIN) if not right else 0 if hung else max(self._wrong - 1, 0)
             self._guess = None
         self._commits += 1
-        self._index.extend(tokens)
-        self._last = [*self._last, *tokens][-self._longest :]
-
-    def _find(self) -> tuple[int, list[int]]:
-        """The longest match, and what followed it: in the session's own text, or where others match longer."""
-        matched, tokens = self._index.lookup(self._count)
-        if self._others is not None:
-            places, lengths = self._others.matches(np.asarray(self._last, np.int32), _PLACES)
-            if len(lengths) and lengths.max() > matched:
-                best = int(lengths.argmax())
-                followed = self._others.follow(places[best : best + 1], self._count)[0]
-                if followed[0] != NOTHING:
-                    return int(lengths[best]), followed[followed != NOTHING].tolist()
-        return matched, tokens
+        self._text.extend(tokens)
 
     def hang(self, tree: TokenTree, doubtful: float = DOUBTFUL) -> None:
         """Hangs what followed the last tokens earlier below the root, unless lookups are right less often than `doubtful`.
@@ -125,17 +114,74 @@ class Lookup:
         Looking takes time too: where one guess after the other was wrong, it is only done now and then.
         """
         if self._count and (self._wrong < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
-            matched, tokens = self._find()
-            confidences = self._earned.confidences(self._greedy, matched, self._longest, len(tokens))
-            hung = bool(tokens) and confidences[0] > doubtful
-            self._guess = (matched, tokens[0], hung) if tokens else None
-            if hung:
-                tree.hang(tokens, confidences)
+            text = self._text.tokens, self._text.count, self._text.longest
+            right = self._earned.right(self._greedy)
+            found = _hang(text, self._others.chains, right, doubtful, self._count, tree.nodes, tree.size)
+            matched, guess, hung, tree.size = found
+            self._guess = (matched, guess, hung) if matched else None
+
+
+@compiled
+def _longest_match(tokens: IntArray, count: int, last: IntArray) -> tuple[int, int]:
+    """Of the first `count` tokens: how many of `last`, from its end on, stand together in them, and where the latest such
+    place ends, before the last token. Zeros where there is none.
+    """
+    newest = last[len(last) - 1]
+    matched, found = 0, 0
+    for end in range(count - 1, 0, -1):
+        if tokens[end - 1] != newest:
+            continue
+        length = 1
+        while length < min(len(last), end) and tokens[end - 1 - length] == last[len(last) - 1 - length]:
+            length += 1
+        if length > matched:
+            matched, found = length, end
+            if matched == len(last):
+                break
+    return matched, found
+
+
+@compiled
+def _hang(
+    text: tuple[IntArray, int, int],
+    others: Chains,
+    right: Shares,
+    doubtful: float,
+    most: int,
+    nodes: Nodes,
+    size: int,
+) -> tuple[int, int, bool, int]:
+    """Looks up to `most` tokens up, in the session's own text or where others match longer, and hangs them below the root.
+
+    text: tokens, how many of them there are, how long matches are at most. Returns the length of the match (0: none), the
+    first token that followed, whether it was hung, and the tree's new size.
+    """
+    tokens, count, longest = text
+    last = tokens[max(0, count - longest) : count]
+    matched, end = _longest_match(tokens, count, last)
+    followed = tokens[end : min(end + most, count)]
+    places, lengths = np.empty(_PLACES, np.int64), np.empty(_PLACES, np.int32)
+    found = matches(others, last, places, lengths)
+    if found:
+        best = np.argmax(lengths[:found])
+        if lengths[best] > matched:
+            behind = follow(others, places[best], most)
+            if len(behind):
+                matched, followed = lengths[best], behind
+    if matched == 0:
+        return 0, NOTHING, False, size
+    confidences = np.empty(len(followed), np.float32)
+    for depth in range(len(followed)):  # the first of them made the match longer for the next ones
+        confidences[depth] = right[min(matched + depth, longest)]
+    hung = right[matched] > doubtful
+    if hung:
+        size = hang(nodes, size, followed, confidences)
+    return matched, followed[0], hung, size
 
 
 class _Session:
     def __init__(self, tokens: Sequence[int], capacity: int, longest: int, greedy: bool) -> None:
-        self.index = NgramIndex(tokens, longest)
+        self.text = GrowingText(tokens, longest)
         self.tree = TokenTree(tokens[-1], capacity, greedy)  # expanded: looked up
 
 
@@ -158,7 +204,7 @@ class NgramDrafter:
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""
         held = self._sessions[session]
-        held.index.extend(tokens)
+        held.text.extend(tokens)
         moved = held.tree.commit(tokens)
         held.tree.expanded[ROOT] = False  # more is known now
         return moved
@@ -173,7 +219,7 @@ class NgramDrafter:
         nodes = tree.frontier(_AT_ONCE, tree.capacity)
         for node in nodes:
             path = tree.lineage(node)
-            matched, tokens = held.index.lookup(self._length, tree.token[path[1:]].tolist())
+            matched, tokens = held.text.lookup(self._length, tree.token[path[1:]].tolist())
             confidence = 1 - 0.5**matched  # the longer the match, the surer
             tree.expanded[node] = True
             for token in tokens:

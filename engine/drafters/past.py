@@ -5,6 +5,7 @@ needs no clearing, since a link that leads so far back is known to be dead.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,15 @@ _NEVER = -1
 _STEPS = 4  # links followed for each place wanted: hashes collide
 
 
+class Chains(NamedTuple):
+    """The arrays of a `Past`, as compiled functions take them."""
+
+    tokens: IntArray  # [kept], a ring
+    before: LongArray  # [orders, kept]: the place before with the same hash
+    latest: LongArray  # [orders, kept], by hash
+    total: int  # tokens ever added; a place is its number among them
+
+
 class Past:
     """The newest `kept` tokens of texts, and chains of places where the same n-gram ends: 68 bytes a token."""
 
@@ -28,10 +38,15 @@ class Past:
         """kept: rounded up to a power of two."""
         self.kept = 1 << max(kept - 1, LONGEST).bit_length()
         self._tokens = np.full(self.kept, NOTHING, np.int32)
-        self._before = np.full((len(ORDERS), self.kept), _NEVER, np.int64)  # the place before, of the same hash
-        self._latest = np.full((len(ORDERS), self.kept), _NEVER, np.int64)  # by hash
-        self._total = 0  # tokens ever added; a place is its number among them
+        self._before = np.full((len(ORDERS), self.kept), _NEVER, np.int64)
+        self._latest = np.full((len(ORDERS), self.kept), _NEVER, np.int64)
+        self._total = 0
         self._run = 0  # of them since the last text began
+
+    @property
+    def chains(self) -> Chains:
+        """As they are now."""
+        return Chains(self._tokens, self._before, self._latest, self._total)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens to the text."""
@@ -49,7 +64,7 @@ class Past:
         Both [n]. Only places that share the longest chained n-gram found are listed; they match for at least that long.
         """
         places, lengths = np.empty(count, np.int64), np.empty(count, np.int32)
-        found = _matches(self._tokens, self._before, self._latest, self._total, last, places, lengths)
+        found = matches(self.chains, last, places, lengths)
         return places[:found], lengths[:found]
 
     def follow(self, places: LongArray, depth: int) -> IntArray:
@@ -118,16 +133,9 @@ def _length(tokens: IntArray, total: int, place: int, last: IntArray) -> int:
 
 
 @compiled
-def _matches(
-    tokens: IntArray,
-    before: LongArray,
-    latest: LongArray,
-    total: int,
-    last: IntArray,
-    places: LongArray,
-    lengths: IntArray,
-) -> int:
-    """Fills places and lengths; how many were found."""
+def matches(past: Chains, last: IntArray, places: LongArray, lengths: IntArray) -> int:
+    """Fills places and lengths, as by `Past.matches`; how many were found."""
+    tokens, before, latest, total = past
     mask, oldest, found = len(tokens) - 1, total - len(tokens), 0
     for order in range(len(ORDERS)):
         n = ORDERS[order]
@@ -145,3 +153,17 @@ def _matches(
         if found:
             break
     return found
+
+
+@compiled
+def follow(past: Chains, place: int, depth: int) -> IntArray:
+    """Up to `depth` tokens that came behind a place, to its text's end."""
+    tokens, total = past.tokens, past.total
+    behind = np.empty(depth, np.int32)
+    for i in range(depth):
+        at = place + 1 + i
+        token = tokens[at & (len(tokens) - 1)]
+        if at >= total or token == NOTHING:
+            return behind[:i]
+        behind[i] = token
+    return behind
