@@ -233,7 +233,8 @@ class TargetReplica:
             self._drafts.never_at("shared")
         self._place = self._drafts.place if self._speculates else "none"
         self._windows.takes_turns(self._place == "shared")
-        self._state.doubtful = self._doubtful if self._place == "shared" else DOUBTFUL
+        doubtful = self._doubtful if self._place == "shared" else DOUBTFUL
+        self._state.doubtful = max(doubtful, self._windows.least(len(self._running)))
         if self._place != "shared":
             self._shared.rest()
         if self._speculates:

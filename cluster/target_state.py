@@ -37,7 +37,7 @@ class _Session:
     params: SamplingParams
     prompt: int  # how many of the tokens are the prompt
     tokens: list[int]
-    chain: HandleChain
+    _chain: HandleChain  # follows the tokens where a handle is asked for
     mirror: TokenTree
     lookup: Lookup
     alone: bool  # nobody guesses for it
@@ -46,6 +46,12 @@ class _Session:
     opening: bool = False  # the draft gets its prefix with the next messages
     again: int = 0  # tokens that it must have before the draft may ask for its prefix again
     asked: int = 0  # how often the draft did, since growth fitted
+
+    @property
+    def chain(self) -> HandleChain:
+        """The handles of its tokens."""
+        self._chain.extend(self.tokens[len(self._chain) :])
+        return self._chain
 
 
 class TargetState:
@@ -116,7 +122,7 @@ class TargetState:
         count = 0 if alone else self._lookup
         lookup = Lookup(tokens, params.temperature == 0, self._earned, count, self._earlier)
         lookup.hang(mirror, self.doubtful)
-        held = _Session(params, prompt, list(tokens), HandleChain(tokens), mirror, lookup, alone, len(tokens))
+        held = _Session(params, prompt, list(tokens), HandleChain(), mirror, lookup, alone, len(tokens))
         self._sessions[session] = held
         if not alone:
             self._attach(session, held)
@@ -129,7 +135,6 @@ class TargetState:
         """
         held = self._sessions[session]
         held.tokens.extend(tokens)
-        held.chain.extend(tokens)
         hit = held.mirror.commit(tokens).children > 0
         held.lookup.commit(tokens)
         held.lookup.hang(held.mirror, self.doubtful)

@@ -7,6 +7,8 @@ from engine.tree import TokenTree
 from engine.types import IntArray
 from engine.window_choice import NamedWindows
 
+_OF_THE_LEAST = 0.7  # a single guess may be surer than others of its kind were
+
 
 class Windows:
     """Chooses for a whole batch, each window for the requests that named it.
@@ -46,6 +48,10 @@ class Windows:
             expected += choice.accepted if choice is not None else 0.0
         return [chosen[index] for index in range(len(trees))], expected
 
+    def least(self, sequences: int) -> float:
+        """See `least_probable`."""
+        return least_probable(self._window(""), sequences)
+
     def observe(self, name: str, tree: TokenTree, nodes: IntArray, path: Sequence[int]) -> None:
         """Tells the window of a request what came of its nodes: see engine.budget.Window."""
         self._window(self._key(name)).observe(tree, nodes, path)
@@ -61,3 +67,8 @@ class Windows:
         if key not in self._made:
             self._made[key] = self._named.make(key)
         return self._made[key]
+
+
+def least_probable(window: Window, sequences: int) -> float:
+    """How often lookups have to be right to be of use to so many sequences; 0 for windows that don't weigh costs."""
+    return _OF_THE_LEAST * window.least(sequences) if isinstance(window, GoodputWindow) else 0.0

@@ -259,6 +259,12 @@ class GoodputWindow:
             for tree, count, part in zip(trees, counts, reach, strict=True)
         ]
 
+    def least(self, sequences: int) -> float:
+        """How probable a node has to be for its row to pay, in a step of so many sequences that verifies nothing else."""
+        milliseconds = self.cost.table(sequences + self.max_nodes)
+        alone_ms, full_ms = float(milliseconds[sequences]), float(milliseconds[-1])
+        return sequences * (full_ms - alone_ms) / (self.max_nodes * (alone_ms + self.overhead_ms))
+
     def _best(self, reach: FloatArray, milliseconds: FloatArray, sequences: int) -> tuple[int, float]:
         """How many nodes to take, and the accepted ones to expect; see _best_count."""
         return _best_count(reach, milliseconds, sequences, self.overhead_ms)

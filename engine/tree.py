@@ -27,6 +27,9 @@ class Moved:
     children: int  # of the new root
 
 
+_OFF = Moved((), (), hit=False, children=0)  # the tokens lead out of the tree, where no node had a slot
+
+
 class TokenTree:
     """A tree of at most `capacity` nodes over a root token.
 
@@ -177,6 +180,9 @@ class TokenTree:
 
     def commit(self, tokens: Sequence[int]) -> Moved:
         """Moves the root along newly committed `tokens` (at least one) and keeps only what hangs below it."""
+        if self.size == 1:  # as in every step of a session that nobody guesses for
+            self.reset(tokens[-1])
+            return _OFF
         size, children, slots, along = loops.commit(self.nodes, self.size, _ids(tokens))
         if size == 0:
             self.reset(tokens[-1])

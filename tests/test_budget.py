@@ -260,6 +260,20 @@ def test_goodput_stops_where_the_next_node_does_not_pay() -> None:
     assert window.choose([star(0.4, 0.3, 0.2, 0.05, 0.04)])[0].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("sequences", "row_ms", "least"), [(1, 1.0, 0.1), (4, 1.0, 0.4), (4, 0.0, 0.0), (20, 1.0, 2.0)]
+)
+def test_what_costs_more_than_it_earns_is_known_beforehand(sequences: int, row_ms: float, least: float) -> None:
+    """A step of 10 ms brings a token to each sequence: a row of 1 ms has to bring a tenth of these."""
+    cost = costs({sequences: 10.0, sequences + 100: 10.0 + 100 * row_ms})
+    window = GoodputWindow(Calibration(), cost)
+    assert window.least(sequences) == pytest.approx(least, rel=1e-3)
+    for confidence in (least + 0.1, least - 0.1):
+        if 0 < confidence <= 1:
+            alone = [star() for _ in range(sequences - 1)]
+            assert (len(window.choose([star(confidence), *alone])[0]) == 1) == (confidence > least)
+
+
 def test_time_between_steps_makes_larger_windows_pay() -> None:
     tree = star(0.4, 0.3, 0.2, 0.05, 0.04)
     sizes = [

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.target import TargetReplica
 from cluster.windows import Windows
-from engine.budget import CostModel
+from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.decode import decode
 from engine.runner import ModelRunner
 from engine.tree import TokenTree
@@ -61,6 +61,24 @@ def test_a_window_that_learns_is_shared_by_those_that_named_it() -> None:
     windows.observe("heuristic", tree, before, before.tolist())
     (after, own), _ = windows.choose(["heuristic", ""], [tree, tree])
     assert (len(before), len(after), len(own)) == (5, 7, 2)
+
+
+def test_where_rows_are_dear_what_is_looked_up_has_to_be_right_more_often(target: ModelRunner) -> None:
+    """A text that repeats itself: guesses hang in its mirror where a row is nearly free, none where it costs a step."""
+    prompt = tuple(exact.load_prompts(1)[0][:12]) * 3
+    (request,) = exact.make_requests([prompt], 0.0, 24)
+    hits = {}
+    for dear in (False, True):
+        cost = CostModel()
+        for rows in (1, 100):
+            cost.start(rows, float(rows) if dear else 1.0)
+        replica = TargetReplica(target, GoodputWindow(Calibration(), cost), lookup=8)
+        (generation,) = exact.serve(replica, [request])
+        hits[dear] = replica.stats().hits
+        assert list(exact.differences([generation], [decode(target, [request])[0].tokens])) == []
+        replica.close()
+    assert hits[False] > 0
+    assert hits[True] == 0
 
 
 def test_the_goodput_window_counts_the_rows_of_other_requests() -> None:

@@ -16,8 +16,10 @@ from cluster.simulation.costs import Costs
 from cluster.simulation.script import Script
 from cluster.target_state import MIRROR_NODES, TargetState
 from cluster.target_stats import TargetStats
+from cluster.windows import least_probable
 from engine.budget import Patience, Window
 from engine.drafters import Drafter
+from engine.drafters.ngram import DOUBTFUL
 from engine.elastic import ElasticSequence
 from engine.kv import KVPool, Lease
 from engine.prefix import HandleChain
@@ -191,6 +193,7 @@ class SimulatedTarget:
         """Chooses what the step does; it ends when its rows have had their time."""
         step.prefills = self._batch.prefills()
         decoding = {name: running for name, running in self._running.items() if not running.sequence.prefilling}
+        self._state.doubtful = max(DOUBTFUL, least_probable(self._window, len(decoding)))
         drafting_ms = self._draft(len(decoding)) if decoding else 0.0
         trees = {name: self._tree(running.session) for name, running in decoding.items()}
         chosen = self._window.choose(list(trees.values()))
