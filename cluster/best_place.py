@@ -15,6 +15,7 @@ PLACES: tuple[Place, ...] = ("separate", "shared", "none")
 _ENOUGH = 48  # steps of one sequence that say how fast a place is; of more sequences together, fewer do
 _FEWEST = 12  # steps of any batch
 _STAY = 4  # times as many steps, at least, before another look at a place that is known
+_AFFORDED = 0.01  # of the time: what looks at such places may cost, with all that changing places does
 _SETTLING = 4  # first steps at a place that don't count: windows and drafts find their way back
 _READING = 256  # steps at most that drafts may take to read the texts again, before what they don't say counts
 _LASTING = 24  # steps in a row of another kind of batch before it is gone by
@@ -74,7 +75,8 @@ class _Measured:
     """One kind of batch: the best of some places so far, and looks at those that may be faster.
 
     What is known of a place fades, so that it is looked at again: the sooner, the nearer to the best it was
-    (upper confidence bounds, discounted: Garivier and Moulines 2011, https://arxiv.org/abs/0805.3415).
+    (upper confidence bounds, discounted: Garivier and Moulines 2011, https://arxiv.org/abs/0805.3415), but not before the
+    last look was paid for: with many sequences, whose texts drafts have to read first, one costs seconds.
     """
 
     def __init__(self, places: Sequence[Place], enough: int) -> None:
@@ -83,6 +85,9 @@ class _Measured:
         self._best = places[0]
         self.place = places[0]  # the best, or one that is looked at
         self._here = 0  # steps, since it is that
+        self._away = False  # from the best, or just back
+        self._learning = False  # a place that was never looked at before
+        self._owed_s = 0.0  # what looks have cost, and was not made up for by the time since
 
     @property
     def unknown(self) -> bool:
@@ -95,11 +100,19 @@ class _Measured:
             speed.fade()
         self._speeds[self.place].add(tokens, seconds)
         self._here += 1
+        self._away = self.place != self._best
+        self.looked(tokens, seconds)
+        self._owed_s = max(0.0, self._owed_s - _AFFORDED * seconds)
         before = self.place
         self.place = self._next()
         if self.place != before:
-            self._here = 0
+            self._here, self._away, self._learning = 0, True, self.unknown
         return self.place != before
+
+    def looked(self, tokens: int, seconds: float) -> None:
+        """A step that belongs to a look, if one goes on, and perhaps says nothing of its place: it has its cost."""
+        if self._away and not self._learning:
+            self._owed_s += seconds - tokens / self._speeds[self._best].rate
 
     def _next(self) -> Place:
         best, here = self._speeds[self._best], self._speeds[self.place]
@@ -108,8 +121,9 @@ class _Measured:
             hoped = max(others, key=lambda place: self._speeds[place].rate + self._speeds[place].doubt)
             other = self._speeds[hoped]
             stay = self._enough * (_STAY if other.steps else 1)
+            owes = other.steps > 0 and self._owed_s > 0
             worth_a_look = other.rate + other.doubt > _MARGIN * best.rate
-            return hoped if worth_a_look and self._here >= stay else self._best
+            return hoped if worth_a_look and self._here >= stay and not owes else self._best
         enough = self._here >= self._enough
         if (self._here >= _FEWEST and here.rate - here.doubt > best.rate) or (
             enough and here.rate > _MARGIN * best.rate
@@ -159,6 +173,7 @@ class BestPlace:
                 self._settling -= 1
             else:
                 self._reading -= 1
+            self._measured[kind].looked(tokens, seconds)
         elif self._measured[kind].stepped(tokens, seconds):
             self._arrive(kind)
 

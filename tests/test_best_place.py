@@ -70,6 +70,22 @@ def test_a_place_is_looked_at_the_more_often_the_nearer_it_is_to_the_best() -> N
     assert 0.1 > found["shared"] > 3 * found["none"] > 0
 
 
+@pytest.mark.parametrize("near", ["separate", "shared"])
+def test_looks_that_cost_much_are_rare_however_near_a_place_is_to_the_best(near: Place) -> None:
+    """Behind every change to a draft 25 steps take longer: with many sequences it has many texts to read."""
+    drawn, best, here, since = random.Random(0), BestPlace(PLACES), None, 0
+    rates: Rates = {"separate": 0.85, "shared": 0.85, "none": 1.0, near: 0.97}
+    seconds = []
+    for _ in range(5_000):
+        here, since = best.place, since + 1 if best.place == here else 0
+        reading = here != "none" and since < 25
+        seconds.append(2 / rates[here] * drawn.uniform(0.9, 1.1) * (1.6 if reading else 1.0))
+        best.stepped(kind_of(64, True), 2, seconds[-1], heard=not reading)
+    assert (
+        2 * 4_500 / sum(seconds[500:]) > 0.95
+    )  # tokens per second, of those of the best place; 0.97 is as good as that
+
+
 def test_what_has_changed_is_noticed() -> None:
     best = BestPlace(PLACES)
     shares(best, 20_000, ONE, BEST["separate"])
