@@ -26,6 +26,7 @@ _DRAFT_STEPS = 8  # in a row, whose cost is learned one by one
 # What draft steps are taken to cover before anything is known, and how sure that is.
 _FIRST_SHARE, _FIRST_OPEN = 0.6, 4.0
 _USUAL = 2  # committed tokens that a draft has to read at most where it did not rest
+_OF_ONE_TREE = 0.6  # of a draft step of one tree: what it takes for each of many, before it is known
 _OF_A_STEP = 0.12  # of a draft step: what reading another one takes, before it is known
 
 # What a millisecond is worth; milliseconds of 1, 2, 3... draft steps in a row; and of reading what was committed meanwhile.
@@ -48,11 +49,14 @@ class EffortWindow(GoodputWindow):
         max_nodes: int = 31,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """cost: of a target step, which this learns. draft_ms: a first guess at a draft step. rows: of a tree in one."""
+        """cost: of a target step, which this learns. draft_ms: a first guess at a draft step of one tree.
+
+        rows: of a tree in one.
+        """
         super().__init__(calibration, cost, max_nodes)
-        self.drafting = CostModel()  # by draft steps before a target step: the first one finds no weights in the caches
-        for steps in range(1, _DRAFT_STEPS + 1):
-            self.drafting.start(steps, steps * draft_ms)
+        self._draft_ms = draft_ms
+        self._drafting: dict[int, CostModel] = {}  # by trees, to a power of two
+        self._trees = 1  # that the draft steps before this target step grow
         self.behind_ms = _OF_A_STEP * draft_ms  # of each token that a draft which rested has to read first
         self._rows = rows
         self._clock = clock
@@ -75,6 +79,15 @@ class EffortWindow(GoodputWindow):
         """Tokens that a millisecond is worth, of all sequences together; 0 before the first step."""
         return self._tokens / self._ms if self._ms else 0.0
 
+    def drafting(self, trees: int) -> CostModel:
+        """Of draft steps before a target step, which grow so many trees: the first one finds no weights in the caches."""
+        kind = 1 << (trees.bit_length() - 1)
+        if kind not in self._drafting:
+            self._drafting[kind] = cost = CostModel()
+            for steps in range(1, _DRAFT_STEPS + 1):
+                cost.start(steps, steps * self._draft_ms * max(1.0, kind * _OF_ONE_TREE))
+        return self._drafting[kind]
+
     @property
     def share(self) -> float:
         """Of the open probability at the nodes that a draft step expands: what its likeliest children cover."""
@@ -85,6 +98,7 @@ class EffortWindow(GoodputWindow):
 
         It may only pay together with those behind it, which are cheaper.
         """
+        self._trees = len(trees)
         known, opened, self._expanding = [], [], []
         for tree in trees:
             found, at, nodes = before(*self.calibration.counts(tree), tree.nodes, tree.size, self._rows)
@@ -120,7 +134,7 @@ class EffortWindow(GoodputWindow):
         behind: committed tokens that it has to read first.
         """
         trials, hits = self.calibration.counts(tree)
-        self._mark = self._clock()
+        self._trees, self._mark = 1, self._clock()
         return Stakes(
             trials,
             hits,
@@ -137,7 +151,7 @@ class EffortWindow(GoodputWindow):
             self._covered, self._open = covered, opened
             self._draft_steps, self._drafted_ms, self._rested_ms = steps, 1000 * (self._clock() - self._mark), 0.0
             if behind > _USUAL:
-                each_ms = (self._drafted_ms - self._draft_ms(steps)) / (behind - _USUAL)
+                each_ms = (self._drafted_ms - self._takes_ms(steps)) / (behind - _USUAL)
                 self.behind_ms += RECENT * (near(each_ms, self.behind_ms) - self.behind_ms)
             else:
                 self._learn_drafting()
@@ -157,7 +171,7 @@ class EffortWindow(GoodputWindow):
             self._between_ms += RECENT * (between_ms - self._between_ms)
         self._tokens += RECENT * (tokens - self._tokens) if self._ms else tokens
         # what steps cost as a rule: how long this one took says more about the machine
-        drafting_ms = self._draft_ms(self._draft_steps) if self._draft_steps else 0.0
+        drafting_ms = self._takes_ms(self._draft_steps) if self._draft_steps else 0.0
         spent_ms = target_ms + drafting_ms + self._between_ms
         self._ms += RECENT * (spent_ms - self._ms) if self._ms else spent_ms
         self._rested_ms += target_ms
@@ -169,21 +183,22 @@ class EffortWindow(GoodputWindow):
 
     def _looks_again(self) -> bool:
         """Whether a resting drafter takes a step to see whether it pays again."""
-        if self._rested_ms * _LOOKING > _LOOKS * self._draft_ms(1):
+        if self._rested_ms * _LOOKING > _LOOKS * self._takes_ms(1):
             self._looks = _LOOKS
         return self._looks > 0
 
     def _costs(self, behind: int) -> Costs:
         reading_ms = max(0, behind - _USUAL) * self.behind_ms
-        return self.worth, self.drafting.table(_DRAFT_STEPS + _AHEAD)[1:], reading_ms
+        return self.worth, self.drafting(self._trees).table(_DRAFT_STEPS + _AHEAD)[1:], reading_ms
 
-    def _draft_ms(self, steps: int) -> float:
-        return float(self.drafting.table(steps)[steps])
+    def _takes_ms(self, steps: int) -> float:
+        """So many draft steps in a row."""
+        return float(self.drafting(self._trees).table(steps)[steps])
 
     def _learn_drafting(self) -> None:
         """So many draft steps have taken so long. After a rest they take longer, and would make the rest last."""
         if self._drafted_before:
-            self.drafting.observe(self._draft_steps, self._drafted_ms)
+            self.drafting(self._trees).observe(self._draft_steps, self._drafted_ms)
 
     def _begin(self, ended: float | None) -> None:
         """Another target step comes."""

@@ -105,7 +105,7 @@ def test_steps_in_one_go_are_those_that_pay_one_by_one(
             cost.start(rows, milliseconds)
         window = EffortWindow(Calibration(), cost, 0.2, 1, clock=lambda: 0.0)
         for steps in range(2, 9):
-            window.drafting.start(steps, 0.1 + 0.1 * steps)
+            window.drafting(1).start(steps, 0.1 + 0.1 * steps)
         window.behind_ms = 0.0  # what has to be read first is only known where steps are taken in one go
         window._tokens, window._ms = worth, 1.0
         windows.append(window)

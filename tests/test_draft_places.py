@@ -84,7 +84,16 @@ def test_drafts_change_places_in_the_middle_of_streams_and_the_tokens_stay(
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    often = {"_ENOUGH": 3, "_FEWEST": 2, "_STAY": 1, "_SETTLING": 0, "_READING": 0, "_LASTING": 1, "_DOUBT": 100.0}
+    often = {
+        "_ENOUGH": 3,
+        "_FEWEST": 2,
+        "_STAY": 1,
+        "_AFFORDED": 1e6,
+        "_SETTLING": 0,
+        "_READING": 0,
+        "_LASTING": 1,
+        "_DOUBT": 100.0,
+    }
     for name, value in often.items():
         monkeypatch.setattr(best_place, name, value)
     requests, plain = plain_of(target, temperature, 6)

@@ -112,7 +112,7 @@ def test_a_slower_draft_drafts_less() -> None:
         world = World(0.8)
         world.turns(100)
         for steps in range(1, 9):
-            world.window.drafting.start(steps, steps * draft_ms)
+            world.window.drafting(1).start(steps, steps * draft_ms)
         count = 0
         while count < 8 and world.window.pays([world.tree]):
             [node] = world.tree.frontier(1, 100)
@@ -128,8 +128,24 @@ def test_what_draft_steps_cost_is_learned_from_any_guess(guess: float) -> None:
     """Also where there are always many of them: their number says what one takes."""
     world = World(0.95, guess=guess)
     world.turns(1000)
-    costs = world.window.drafting.table(8)
+    costs = world.window.drafting(1).table(8)
     assert costs[1:] == pytest.approx(DRAFT_MS * np.arange(1, 9), rel=0.25)
+
+
+def test_draft_steps_that_grow_many_trees_have_costs_of_their_own() -> None:
+    world = World(0.95)
+    world.turns(300)
+    alone = world.window.drafting(1).table(1)[1]
+    trees = [TokenTree(0) for _ in range(40)]
+    for _ in range(300):
+        world.window.pays(trees)
+        world.now += 20 * DRAFT_MS / 1000
+        world.window.grew(trees)
+        world.window.drafted()
+        world.now += TARGET_MS / 1000
+        world.window.stepped(40, 40)
+    assert world.window.drafting(40).table(1)[1] == pytest.approx(20 * DRAFT_MS, rel=0.1)
+    assert world.window.drafting(1).table(1)[1] == alone == pytest.approx(DRAFT_MS, rel=0.1)
 
 
 def test_a_draft_that_has_much_to_read_first_has_to_bring_more() -> None:
@@ -142,7 +158,7 @@ def test_a_draft_that_has_much_to_read_first_has_to_bring_more() -> None:
         world.window.grew_on(2, stakes.covered, stakes.opened, 12)
         world.window._begin(world.now)
     assert world.window.behind_ms == pytest.approx(0.5, rel=0.1)
-    assert world.window.drafting.table(2)[2] == pytest.approx(2 * DRAFT_MS, rel=0.1)
+    assert world.window.drafting(1).table(2)[2] == pytest.approx(2 * DRAFT_MS, rel=0.1)
     assert world.window.stakes(world.tree, 2).costs[2] == 0
     assert world.window.stakes(world.tree, 12).costs[2] == pytest.approx(5, rel=0.1)
 
