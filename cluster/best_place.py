@@ -79,15 +79,17 @@ class _Measured:
     last look was paid for: with many sequences, whose texts drafts have to read first, one costs seconds.
     """
 
-    def __init__(self, places: Sequence[Place], enough: int) -> None:
+    def __init__(self, places: Sequence[Place], enough: int, like: "_Measured | None" = None) -> None:
+        """like: another kind, whose best place is the first guess; looks will cost as much as there."""
         self._speeds = {place: _Speed() for place in places}
         self._enough = enough  # steps
-        self._best = places[0]
-        self.place = places[0]  # the best, or one that is looked at
+        self._best: Place = places[0] if like is None else like._best
+        self.place = self._best  # or one that is looked at
         self._here = 0  # steps, since it is that
         self._away = False  # from the best, or just back
         self._learning = False  # a place that was never looked at before
-        self._owed_s = 0.0  # what looks have cost, and was not made up for by the time since
+        self._look_s: float = 0.0 if like is None else like._look_s  # what the last look has cost
+        self._owed_s = max(0.0, self._look_s)  # what looks have cost, and was not made up for by the time since
 
     @property
     def unknown(self) -> bool:
@@ -107,12 +109,16 @@ class _Measured:
         self.place = self._next()
         if self.place != before:
             self._here, self._away, self._learning = 0, True, self.unknown
+            if before == self._best:
+                self._look_s = 0.0
         return self.place != before
 
     def looked(self, tokens: int, seconds: float) -> None:
         """A step that belongs to a look, if one goes on, and perhaps says nothing of its place: it has its cost."""
-        if self._away and not self._learning:
-            self._owed_s += seconds - tokens / self._speeds[self._best].rate
+        if self._away and self._speeds[self._best].steps:
+            lost_s = seconds - tokens / self._speeds[self._best].rate
+            self._look_s += lost_s
+            self._owed_s += 0.0 if self._learning else lost_s
 
     def _next(self) -> Place:
         best, here = self._speeds[self._best], self._speeds[self.place]
@@ -121,9 +127,8 @@ class _Measured:
             hoped = max(others, key=lambda place: self._speeds[place].rate + self._speeds[place].doubt)
             other = self._speeds[hoped]
             stay = self._enough * (_STAY if other.steps else 1)
-            owes = other.steps > 0 and self._owed_s > 0
-            worth_a_look = other.rate + other.doubt > _MARGIN * best.rate
-            return hoped if worth_a_look and self._here >= stay and not owes else self._best
+            worth_a_look = other.rate + other.doubt > _MARGIN * best.rate and self._owed_s <= 0
+            return hoped if worth_a_look and self._here >= stay else self._best
         enough = self._here >= self._enough
         if (self._here >= _FEWEST and here.rate - here.doubt > best.rate) or (
             enough and here.rate > _MARGIN * best.rate
@@ -189,10 +194,17 @@ class BestPlace:
             return False
         before = self.place if self._kind is not None else None
         self._kind, self._other = kind, None
-        self._measured.setdefault(kind, _Measured(self.places, _enough(kind)))
+        if kind not in self._measured:
+            self._measured[kind] = _Measured(self.places, _enough(kind), self._nearest(kind))
         if self.place != before:
             self._arrive(kind)
         return True
+
+    def _nearest(self, kind: Kind) -> _Measured | None:
+        """What was measured of the kind that is most like a new one."""
+        sizes = [sequences for sequences, greedy in self._measured if greedy == kind[1]]
+        nearest = min(sizes, key=lambda size: max(size, kind[0]) / min(size, kind[0]), default=None)
+        return self._measured[nearest, kind[1]] if nearest is not None else None
 
     def _arrive(self, kind: Kind) -> None:
         """At a place for the first time, drafts and windows have to learn what works there."""

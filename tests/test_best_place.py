@@ -86,6 +86,16 @@ def test_looks_that_cost_much_are_rare_however_near_a_place_is_to_the_best(near:
     )  # tokens per second, of those of the best place; 0.97 is as good as that
 
 
+def test_another_number_of_sequences_begins_where_the_nearest_is_best() -> None:
+    """And looks elsewhere once as much time has gone by as pays for a look there."""
+    best = BestPlace(PLACES)
+    for kind in (MANY, SAMPLED, kind_of(64, True)):
+        begun = shares(best, 100, kind, BEST["none"])
+        looked = shares(best, 20_000, kind, BEST["none"])
+        assert all(looked[place] + (begun[place] if kind != kind_of(64, True) else 0) > 0 for place in PLACES)
+        assert (begun["none"] == 1) == (kind == kind_of(64, True)), "that of one that samples says nothing of many"
+
+
 def test_what_has_changed_is_noticed() -> None:
     best = BestPlace(PLACES)
     shares(best, 20_000, ONE, BEST["separate"])
