@@ -13,6 +13,7 @@ from engine import noise, sampling
 from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.drafters import Drafter
+from engine.drafters.ngram import Earned, Lookup
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
 from engine.tree_loops import all_known
@@ -76,6 +77,7 @@ def warm_up_loops() -> None:
     mirror.likeliest(1, 0.0)
     mirror.commit([0])
     mirror.hang([0], [0.5])
+    Lookup([0, 0], True, Earned(), 1).hang(mirror)
 
 
 def warm_up_drafter(drafter: Drafter) -> float:

@@ -3,9 +3,13 @@
 import subprocess
 import sys
 
+import pytest
 
-def test_nothing_is_compiled_once_a_pair_serves() -> None:
+
+@pytest.mark.parametrize("arguments", [[], ["alone"]])
+def test_nothing_is_compiled_once_a_target_serves_with_a_draft_or_without(arguments: list[str]) -> None:
     """Compiling takes a good part of a second, for which everybody's stream would stand still."""
-    found = subprocess.run([sys.executable, "-m", "tests.warmed"], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "tests.warmed", *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == []

@@ -1,4 +1,7 @@
-"""A process of its own for tests.test_warm: a pair warms up, serves, and prints what was compiled, or loaded, only then."""
+"""A process of its own for tests.test_warm: a pair warms up, serves, and prints what was compiled, or loaded, only then.
+
+With the argument "alone", a target without a draft.
+"""
 
 import gc
 import sys
@@ -36,10 +39,12 @@ def compiled() -> Counter[str]:
 def main() -> None:
     where = Placement(cores=(0,))
     replica, _ = own_target(TargetConfig(TARGET, "float32", places=("separate",)), where, 0)
-    draft = DraftReplica(make_drafter(DraftConfig(DRAFT, "float32"), where), where)
-    near, far = memory_link()
-    draft.add_link(far)
-    replica.add_link(near)
+    draft = None
+    if "alone" not in sys.argv:
+        draft = DraftReplica(make_drafter(DraftConfig(DRAFT, "float32"), where), where)
+        near, far = memory_link()
+        draft.add_link(far)
+        replica.add_link(near)
     before = compiled()
     for at_once in (1, len(KINDS)):
         for first in range(0, 3 * len(KINDS), at_once):
@@ -51,7 +56,8 @@ def main() -> None:
             assert replica.wait_idle(120)
     sys.stdout.write(" ".join(compiled() - before))
     replica.close()
-    draft.close()
+    if draft is not None:
+        draft.close()
 
 
 if __name__ == "__main__":
