@@ -165,9 +165,9 @@ def _hang(
     if found:
         best = np.argmax(lengths[:found])
         if lengths[best] > matched:
-            behind = follow(others, places[best], most)
-            if len(behind):
-                matched, followed = lengths[best], behind
+            behind = follow(others, places[best : best + 1], most)[0]
+            if behind[0] != NOTHING:
+                matched, followed = lengths[best], behind[behind != NOTHING]
     if matched == 0:
         return 0, NOTHING, False, size
     confidences = np.empty(len(followed), np.float32)

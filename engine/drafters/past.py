@@ -69,10 +69,7 @@ class Past:
 
     def follow(self, places: LongArray, depth: int) -> IntArray:
         """What came behind each place, [n, depth]; from a text's end on NOTHING."""
-        at = places[:, None] + 1 + np.arange(depth)
-        rows = np.where(at < self._total, self._tokens[at % self.kept], NOTHING)
-        rows[~np.logical_and.accumulate(rows != NOTHING, axis=1)] = NOTHING
-        return rows.astype(np.int32)
+        return follow(self.chains, places, depth)
 
     def check(self) -> None:
         """Raises AssertionError unless all links are those that adding the kept tokens to nothing would make."""
@@ -156,14 +153,14 @@ def matches(past: Chains, last: IntArray, places: LongArray, lengths: IntArray) 
 
 
 @compiled
-def follow(past: Chains, place: int, depth: int) -> IntArray:
-    """Up to `depth` tokens that came behind a place, to its text's end."""
+def follow(past: Chains, places: LongArray, depth: int) -> IntArray:
+    """See `Past.follow`."""
     tokens, total = past.tokens, past.total
-    behind = np.empty(depth, np.int32)
-    for i in range(depth):
-        at = place + 1 + i
-        token = tokens[at & (len(tokens) - 1)]
-        if at >= total or token == NOTHING:
-            return behind[:i]
-        behind[i] = token
-    return behind
+    rows = np.full((len(places), depth), NOTHING, np.int32)
+    for row in range(len(places)):
+        for i in range(depth):
+            at = places[row] + 1 + i
+            if at >= total or tokens[at & (len(tokens) - 1)] == NOTHING:
+                break
+            rows[row, i] = tokens[at & (len(tokens) - 1)]
+    return rows
