@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from engine import torch_calls
 from engine.attention import Part
+from engine.checkpoint import architecture
 from engine.choice import Weights
 from engine.kv import KVPool
 from engine.quantized import WORTH_ROUNDING
@@ -136,6 +137,16 @@ def has_fast_bf16(device: str) -> bool:
     if torch.cpu._is_avx2_supported():  # x86
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def is_one_call(values: dict[str, Any]) -> bool:
+    """Whether a checkpoint with this config.json is of the kind whose passes in bfloat16 are one compiled call here.
+
+    Only where its weights are in bfloat16 already: others would be rounded.
+    """
+    layer = architecture(values).replace("ForCausalLM", "DecoderLayer")
+    stored = values.get("dtype") or values.get("torch_dtype")
+    return stored == "bfloat16" and layer in _PLAIN_LAYERS and torch_calls.narrow_available()
 
 
 def _can_block(weight: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_r
 from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size
 from engine.choice import Weights, check_weights
 from engine.compiled_pass import CompiledDecoder, Passed, compiles
-from engine.cpu import has_fast_bf16, speed_up
+from engine.cpu import has_fast_bf16, is_one_call, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
@@ -45,15 +45,18 @@ _LOAD_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-_WORTH_BF16 = 1024  # features; on CPUs a smaller model's bfloat16 passes are mostly overhead per operation
+_WORTH_BF16 = 1024  # features; below, passes in bfloat16 that are not one compiled call are mostly overhead per operation
 # Row counts that models are called with which make something of each, as by recording; above 240, multiples of 64.
 _BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))
 
 
-def pick_dtype(name: Dtype, device: str, hidden_size: int) -> torch.dtype:
-    """The dtype of a model on a device; "auto" is bfloat16 where it is arithmetic, not emulation, and pays; else float32."""
+def pick_dtype(name: Dtype, device: str, features: int, one_call: bool = False) -> torch.dtype:
+    """The dtype of a model on a device; "auto" is bfloat16 where it is arithmetic, not emulation, and pays; else float32.
+
+    features: between layers. one_call: whether a pass in bfloat16 is one compiled call (engine.cpu.is_one_call).
+    """
     if name == "auto":
-        pays = device != "cpu" or hidden_size >= _WORTH_BF16
+        pays = device != "cpu" or features >= _WORTH_BF16 or one_call
         return torch.bfloat16 if pays and has_fast_bf16(device) else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
@@ -85,7 +88,8 @@ class ModelRunner:
         self._architecture = architecture(values)
         _check_device(device)
         self.device = device
-        self.dtype = pick_dtype(dtype, device, hidden_size(values))
+        one_call = not compile and weights == "auto" and is_one_call(values)
+        self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call)
         check_weights(weights, self.path, device != "cpu", dtype, compile)
         if reason := why_not(weights, device, invariant):
             raise ModelError(f"{self.path} can't be run with {weights} weights {reason}")

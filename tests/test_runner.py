@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine import checkpoint, runner, torch_calls
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
-from engine.cpu import PackedLinear
+from engine.cpu import PackedLinear, is_one_call
 from engine.kv import KVPool
 from engine.recorded import fused_decoder
 from engine.runner import ModelRunner, pick_dtype
@@ -298,12 +298,43 @@ def test_the_dtype_is_what_was_asked_for_or_what_pays(
     assert pick_dtype(name, device, hidden_size) == dtype
 
 
-@pytest.mark.parametrize(("hidden_size", "dtype"), [(1023, torch.float32), (1024, torch.bfloat16)])
-def test_bfloat16_is_for_large_models_where_cpus_compute_in_it(
-    hidden_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("hidden_size", "one_call", "dtype"),
+    [(1023, False, torch.float32), (1024, False, torch.bfloat16), (64, True, torch.bfloat16)],
+)
+def test_bfloat16_is_for_large_models_and_compiled_passes_where_cpus_compute_in_it(
+    hidden_size: int, one_call: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "has_fast_bf16", lambda device: True)
-    assert pick_dtype("auto", "cpu", hidden_size) == dtype
+    assert pick_dtype("auto", "cpu", hidden_size, one_call) == dtype
+    monkeypatch.setattr(runner, "has_fast_bf16", lambda device: False)
+    assert pick_dtype("auto", "cpu", hidden_size, one_call) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "one_call"),
+    [
+        ({}, True),
+        ({"dtype": "float32"}, False),  # would be rounded
+        ({"dtype": None, "torch_dtype": "bfloat16"}, True),
+        ({"dtype": None}, False),
+        ({"architectures": ["Gemma2ForCausalLM"]}, False),
+        ({"architectures": None}, False),
+    ],
+)
+def test_which_checkpoints_are_one_compiled_call_in_bfloat16(
+    changes: dict[str, Any], one_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_calls, "narrow_available", lambda: True)
+    values = json.loads((exact.TARGET / "config.json").read_text())
+    assert is_one_call(values | changes) == one_call
+
+
+@pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
+def test_what_is_taken_for_one_compiled_call_is_one() -> None:
+    made = ModelRunner(exact.TARGET, kv_tokens=64)
+    assert made.dtype == torch.bfloat16 and made.choosing is not None
+    assert ModelRunner(exact.DRAFT, weights="int8", kv_tokens=64).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
