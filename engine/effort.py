@@ -131,7 +131,7 @@ class EffortWindow(GoodputWindow):
     def stakes(self, tree: TokenTree, behind: int) -> "Stakes":
         """What says whether draft steps pay, for a drafter that takes several in one go; `grew_on` has to follow.
 
-        behind: committed tokens that it has to read first.
+        behind: tokens of the output that it has to read first. A prompt is not charged: it is read once, for all that follows.
         """
         trials, hits = self.calibration.counts(tree)
         self._trees, self._mark = 1, self._clock()
@@ -146,7 +146,10 @@ class EffortWindow(GoodputWindow):
         )
 
     def grew_on(self, steps: int, covered: float, opened: float, behind: int) -> None:
-        """So many draft steps ended, the first since the last target step; covered, opened: what became of `Stakes`."""
+        """So many draft steps ended, the first since the last target step; covered, opened: what became of `Stakes`.
+
+        behind: tokens that were read first, the prompt's too.
+        """
         if steps:
             self._covered, self._open = covered, opened
             self._draft_steps, self._drafted_ms, self._rested_ms = steps, 1000 * (self._clock() - self._mark), 0.0

@@ -79,12 +79,29 @@ def test_confidences_and_depths_are_calibrated_apart() -> None:
     assert calibration.paths(chain(0.5, 0.9))[2] == pytest.approx(0.45)
 
 
+@pytest.mark.parametrize("other", [0.95, 0.98, 0.995])
+def test_the_surest_are_calibrated_apart_from_the_nearly_sure(other: float) -> None:
+    calibration = Calibration()
+    for step in range(1000):
+        calibration.observe(star(0.9995), nodes(1), [1])
+        calibration.observe(star(other), nodes(1), [1] if step % 2 else [])
+    assert calibration.paths(star(0.9995))[1] > 0.99
+    assert calibration.paths(star(other))[1] == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, float("nan"), float("inf"), -1.0])
+def test_no_confidence_is_out_of_bounds(confidence: float) -> None:
+    calibration, tree = Calibration(), star(confidence)
+    calibration.observe(tree, nodes(1), [1])
+    assert 0 <= calibration.paths(tree)[1] <= 1
+
+
 def test_only_children_of_the_walked_path_were_tried() -> None:
     calibration, tree = Calibration(), chain(0.9, 0.8, 0.7)
     calibration.observe(tree, nodes(1, 2, 3), [1])  # 2 was refused, 3 never looked at
     assert [(round(bin_, 2), rate, trials) for bin_, rate, trials in calibration.table()] == [
         (0.85, 0, 1),
-        (0.95, 1, 1),
+        (0.93, 1, 1),
     ]
 
 

@@ -130,6 +130,28 @@ def test_steps_in_one_go_are_those_that_pay_one_by_one(
         assert drafter._runner.pool.used_pages == 0
 
 
+def test_a_prompt_is_read_at_once_and_what_came_in_a_rest_when_it_pays(
+    runners: tuple[ModelRunner, ModelRunner], prompts: list[Tokens]
+) -> None:
+    """A prompt is read once for all steps that follow: charged to the first one alone, a draft would never begin."""
+    cost = CostModel()
+    for rows, milliseconds in ((1, 1.0), (8, 1.4), (33, 9.0)):
+        cost.start(rows, milliseconds)
+    window = EffortWindow(Calibration(), cost, 0.01, 1, clock=lambda: 0.0)
+    window._tokens, window._ms = 1.0, 1.0
+    window.behind_ms = 10.0
+    drafter = ModelDrafter(runners[0], Growing(each=1, lookup=0))
+    drafter.open(0, prompts[0][:40], SamplingParams())
+    assert draft_steps(drafter, [0], 8, window) == {0}
+    window._begin(0.0)
+    for _ in range(10):
+        drafter.commit(0, [5])
+    assert draft_steps(drafter, [0], 8, window) == set()
+    window.behind_ms = 0.0
+    assert draft_steps(drafter, [0], 8, window) == {0}
+    drafter.close(0)
+
+
 def test_several_sessions_a_filter_or_a_grammar_are_left_to_python(
     runners: tuple[ModelRunner, ModelRunner], prompts: list[Tokens]
 ) -> None:

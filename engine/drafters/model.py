@@ -215,6 +215,7 @@ class ModelDrafter:
         if decoder is None:
             return None
         pending, given = held.pending, self._fixed(held, decoder)
+        unread = len(held.tokens) - max(held.computed, held.prompt)  # of the output
         held.tree.size, taken, steps, covered, opened = grow_on(
             given,
             held.tree.size,
@@ -222,7 +223,7 @@ class ModelDrafter:
             np.array(pending, np.int32),
             np.array(held.free_slots[-most * given.bounds.rows :], np.int32),
             most,
-            effort.stakes(held.tree, len(pending)),
+            effort.stakes(held.tree, unread),
         )
         effort.grew_on(steps, covered, opened, len(pending))
         if steps:
