@@ -22,7 +22,7 @@ from engine.types import FloatArray, IntArray
 Counts = npt.NDArray[np.float64]
 
 logger = logging.getLogger(__name__)
-# Where bins of confidence begin. The surest are split further: most guesses are among them, and behind 0.9 stand 0.77 to 0.98.
+# Where bins of confidence begin. The surest, which most guesses are, are split further: behind 0.9 stand 0.77 to 0.98.
 _EDGES = np.asarray([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999], np.float32)
 _DEPTHS = 8  # deeper nodes share the last
 _PRIOR = 8.0  # trials that the draft's own confidence counts for

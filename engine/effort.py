@@ -131,7 +131,7 @@ class EffortWindow(GoodputWindow):
     def stakes(self, tree: TokenTree, behind: int) -> "Stakes":
         """What says whether draft steps pay, for a drafter that takes several in one go; `grew_on` has to follow.
 
-        behind: tokens of the output that it has to read first. A prompt is not charged: it is read once, for all that follows.
+        behind: tokens of the output that it has to read first. A prompt, which is read once for all steps, is not charged.
         """
         trials, hits = self.calibration.counts(tree)
         self._trees, self._mark = 1, self._clock()

@@ -333,7 +333,8 @@ def test_which_checkpoints_are_one_compiled_call_in_bfloat16(
 @pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
 def test_what_is_taken_for_one_compiled_call_is_one() -> None:
     made = ModelRunner(exact.TARGET, kv_tokens=64)
-    assert made.dtype == torch.bfloat16 and made.choosing is not None
+    assert made.dtype == torch.bfloat16
+    assert made.choosing is not None
     assert ModelRunner(exact.DRAFT, weights="int8", kv_tokens=64).dtype == torch.float32
 
 
