@@ -1,4 +1,5 @@
-"""When to send growth: a target looks at what came when its step ends, so the best moment is just before.
+"""When to send growth: a target looks at what came when its step ends, so the best moment is before that, by as much as
+steps differ in length.
 
 Every message costs both sides and the cores they share; growth sent earlier would only be followed by more of it.
 """
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 
 from cluster.draft_state import CloseSession, Command, CommitTokens, OpenSession
 
-_EARLY = 0.8  # of a step's time: it may be shorter than the last ones
+_EARLY = 0.65  # of a step's time: steps differ in length, and growth that comes too late is none
 _RATE = 0.2  # weight of the newest observation
 _SAME = 0.1  # of a step's time: commits closer than this are of one step
 

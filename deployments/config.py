@@ -130,7 +130,7 @@ class TargetOptions(_Settings):
 
     checkpoint: Folder = Field(description="folder of the checkpoint")
     engine: Literal["paceline", "vllm"] = Field("paceline", description="what runs it; vllm needs paceline[vllm]")
-    dtype: Dtype = "auto"
+    dtype: Dtype = Field("auto", description="auto: bfloat16 where it is faster, else float32")
     invariant: bool = Field(False, description="bits that don't depend on how tokens are batched")
     kv_tokens: PositiveInt = Field(32768, description="tokens that the KV pool of a replica holds")
     max_batch: int = Field(64, ge=1, le=1024, description="requests that run together on a replica")
@@ -201,7 +201,7 @@ class DraftOptions(_Settings):
     inner: Address | None = Field(
         None, description="HOST:PORT of a draft service that drafts for a cascade's model; none: lookup does"
     )
-    dtype: Dtype = "auto"
+    dtype: Dtype = Field("auto", description="auto: bfloat16 where it is faster, else float32")
     kv_tokens: PositiveInt = Field(65536, description="tokens that the KV pool of a replica holds")
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
     ports: tuple[Port, Port] = Field((26500, 26599), description="first and last; each replica takes a free one")

@@ -128,7 +128,7 @@ def grow(given: Fixed, size: int, computed: int, pending: IntArray, free: IntArr
     _, _, _, found, scores, _ = best_tokens(
         weights, inputs, positions, write, given.data, plan, wanted, least_rows, temperatures, keys, given.likeliest
     )
-    guesses, confidences = found[:, : bounds.children].copy(), shares(scores, bounds.children)
+    guesses, confidences = found[:, : bounds.children].copy(), shares(scores, temperatures > 0, bounds.children)
     size = expand(nodes, size, chosen, guesses, confidences, bounds.least)
     if bounds.overrule:
         overrule(nodes, size, chosen, guesses, confidences)

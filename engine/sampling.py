@@ -20,7 +20,9 @@ from engine.types import BoolArray, FloatArray, IntArray, SamplingParams, TokenL
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
 NO_KEYS: Keys = np.zeros(0, np.int64)  # where all rows are greedy
-_SHARPNESS = 3.5  # a draft's softmax is flatter than its hit rate; the best of 1.5 to 8 on the bundled pair
+# Of a draft's softmax, which is flatter than its hit rate; less so beside noise, which takes a draft's choice further from the
+# target's. The best of 1.5 to 8 and of 1 to 3.5 on the bundled pair.
+_SHARPNESS, _NOISY_SHARPNESS = np.float32(3.5), np.float32(2.4)
 
 
 class Best(NamedTuple):
@@ -177,7 +179,7 @@ def propose(
     logits: [n, vocab_size] of the draft; params: of each row; keys: int64 [n], of the target's noise, needed when a row is
     not greedy.
     """
-    return guesses(best(logits, params, keys, candidates(count, logits.shape[-1])), count)
+    return guesses(best(logits, params, keys, candidates(count, logits.shape[-1])), params, count)
 
 
 def candidates(count: int, vocab_size: int) -> int:
@@ -185,19 +187,24 @@ def candidates(count: int, vocab_size: int) -> int:
     return max(count, min(_CANDIDATES, vocab_size))
 
 
-def guesses(found: Best, count: int) -> tuple[IntArray, FloatArray]:
+def guesses(found: Best, params: Sequence[SamplingParams], count: int) -> tuple[IntArray, FloatArray]:
     """What `propose` gives, where the best `candidates` of each row were found already."""
-    return found.tokens[:, :count].copy(), shares(found.scores, count)  # contiguous, as compiled loops know them
+    tokens: IntArray = found.tokens[:, :count].copy()  # contiguous, as compiled loops know them
+    return tokens, shares(found.scores, _noisy(params), count)
 
 
 def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int) -> Best:
     """The `count` tokens of each row with the best scores. Arguments: see `choose`."""
-    values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params], np.bool_)
+    values, noisy = _scaled(logits.float(), params), _noisy(params)
     if values.is_cpu:
         own = NO_KEYS if keys is None else keys.numpy()
         return Best(*rank(values.contiguous().numpy(), noisy, own, count))
     tokens, largest = _best_on_device(values, noisy, keys, count)
     return Best(tokens, largest, np.ones(len(tokens), np.bool_))
+
+
+def _noisy(params: Sequence[SamplingParams]) -> BoolArray:
+    return np.array([row.temperature > 0 for row in params], np.bool_)
 
 
 def filters(params: SamplingParams) -> bool:
@@ -311,15 +318,16 @@ def _ranked(values: FloatArray, tokens: IntArray, noise: FloatArray, count: int)
 
 
 @compiled
-def shares(best: FloatArray, count: int) -> FloatArray:
-    """A draft's confidences: softmax of each row of scores, sharpened, the first `count` of it.
+def shares(best: FloatArray, noisy: BoolArray, count: int) -> FloatArray:
+    """A draft's confidences: softmax of each row of scores, sharpened, the first `count` of it. noisy: see `rank`.
 
     Zeros where the best, which stands first, is no number.
     """
     shares = np.zeros((len(best), count), np.float32)
     for row in range(len(best)):
         if np.isfinite(best[row, 0]):
-            weights = np.exp(_SHARPNESS * (best[row] - best[row, 0]))
+            sharpness = _NOISY_SHARPNESS if noisy[row] else _SHARPNESS
+            weights = np.exp(sharpness * (best[row] - best[row, 0]))
             shares[row] = weights[:count] / weights.sum()
     return shares
 

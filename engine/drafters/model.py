@@ -344,7 +344,7 @@ class ModelDrafter:
             logits = self._runner.forward(batch)
             return sampling.propose(self._process(parts, logits) if processed else logits, params, keys, children)
         passed = self._runner.best(batch, params, keys, sampling.candidates(children, self._runner.vocab_size))
-        return sampling.guesses(passed.best, children)
+        return sampling.guesses(passed.best, params, children)
 
     def _expand(self, parts: list[_Part], tokens: IntArray, confidences: FloatArray) -> None:
         """Adds the likeliest children of every expanded node."""
