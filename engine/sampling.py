@@ -20,7 +20,7 @@ from engine.types import BoolArray, FloatArray, IntArray, SamplingParams, TokenL
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
 NO_KEYS: Keys = np.zeros(0, np.int64)  # where all rows are greedy
-# Of a draft's softmax, which is flatter than its hit rate; less so beside noise, which takes a draft's choice further from the
+# Of a draft's softmax, which is flatter than its hit rate; less so beside noise, which takes its choices further from the
 # target's. The best of 1.5 to 8 and of 1 to 3.5 on the bundled pair.
 _SHARPNESS, _NOISY_SHARPNESS = np.float32(3.5), np.float32(2.4)
 
