@@ -83,6 +83,11 @@ def hidden_size(values: dict[str, Any]) -> int:
     return size if isinstance(size, int) else 0
 
 
+def stored_bytes(path: Path) -> int:
+    """Of a checkpoint's weights."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
 def checkpoint_name(path: Path) -> str:
     """What tells a checkpoint from others when training goes on: where it is, and what can be seen of it quickly."""
     return f"{path.resolve()} {checkpoint_digest(path)}"

@@ -139,14 +139,21 @@ def has_fast_bf16(device: str) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def is_one_call(values: dict[str, Any]) -> bool:
-    """Whether a checkpoint with this config.json is of the kind whose passes in bfloat16 are one compiled call here.
+def is_one_call(values: dict[str, Any], weights: int) -> bool:
+    """Whether a checkpoint is of the kind whose passes in bfloat16 are one compiled call here, which takes one thread.
 
-    Only where its weights are in bfloat16 already: others would be rounded.
+    values: its config.json. weights: how many it has. Only where these are in bfloat16 already: others would be rounded.
     """
     layer = architecture(values).replace("ForCausalLM", "DecoderLayer")
     stored = values.get("dtype") or values.get("torch_dtype")
-    return stored == "bfloat16" and layer in _PLAIN_LAYERS and torch_calls.narrow_available()
+    known = stored == "bfloat16" and layer in _PLAIN_LAYERS and torch_calls.narrow_available()
+    return known and _threads(weights) == 1
+
+
+def _threads(weights: int) -> int:
+    """How many threads a model in bfloat16 with so many weights is worth."""
+    threads = torch.get_num_threads()
+    return threads if weights * threads >= _WORTH_THREADS else 1
 
 
 def _can_block(weight: torch.Tensor) -> bool:
@@ -311,7 +318,7 @@ def speed_up(model: torch.nn.Module, fuse: bool, weights: Weights = "auto") -> N
     fuse: whether layers may be replaced as a whole; not where they differ, as with sliding windows in some.
     """
     numbers = sum(module.weight.numel() for module in model.modules() if type(module) is torch.nn.Linear)
-    threads = torch.get_num_threads() if numbers * torch.get_num_threads() >= _WORTH_THREADS else 1
+    threads = _threads(numbers)
     for module in list(model.modules()):
         for names in _PARALLEL:
             _join(module, names, weights, threads)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
-from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size
+from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size, stored_bytes
 from engine.choice import Weights, check_weights
 from engine.compiled_pass import CompiledDecoder, Passed, compiles
 from engine.cpu import has_fast_bf16, is_one_call, speed_up
@@ -45,9 +45,9 @@ _LOAD_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-_WORTH_BF16 = (
-    1024  # features; below, passes in bfloat16 that are not one compiled call are mostly overhead per operation
-)
+_BF16_BYTES = 2
+# Features; on CPUs smaller models' passes in bfloat16, where they are not one compiled call, are mostly overhead per operation.
+_WORTH_BF16 = 1024
 # Row counts that models are called with which make something of each, as by recording; above 240, multiples of 64.
 _BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))
 
@@ -90,7 +90,7 @@ class ModelRunner:
         self._architecture = architecture(values)
         _check_device(device)
         self.device = device
-        one_call = not compile and weights == "auto" and is_one_call(values)
+        one_call = not compile and weights == "auto" and is_one_call(values, stored_bytes(self.path) // _BF16_BYTES)
         self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call)
         check_weights(weights, self.path, device != "cpu", dtype, compile)
         if reason := why_not(weights, device, invariant):

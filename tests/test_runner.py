@@ -327,7 +327,15 @@ def test_which_checkpoints_are_one_compiled_call_in_bfloat16(
 ) -> None:
     monkeypatch.setattr(torch_calls, "narrow_available", lambda: True)
     values = json.loads((exact.TARGET / "config.json").read_text())
-    assert is_one_call(values | changes) == one_call
+    assert is_one_call(values | changes, 10**6) == one_call
+
+
+def test_large_models_take_all_threads_which_one_compiled_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_calls, "narrow_available", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    values = json.loads((exact.TARGET / "config.json").read_text())
+    assert is_one_call(values, 10**8)
+    assert not is_one_call(values, 10**9)
 
 
 @pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
