@@ -46,7 +46,7 @@ _LOAD_ERRORS = (
     StrictDataclassError,
 )
 _BF16_BYTES = 2
-# Features; on CPUs smaller models' passes in bfloat16, where they are not one compiled call, are mostly overhead per operation.
+# Features; on CPUs, passes of smaller models in bfloat16 that are not one compiled call are mostly overhead per operation.
 _WORTH_BF16 = 1024
 # Row counts that models are called with which make something of each, as by recording; above 240, multiples of 64.
 _BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))
