@@ -121,7 +121,8 @@ def main(
     tokenizer = load_tokenizer(TARGET)
     texts = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
     ids = [tuple(tokenizer(texts[i % len(texts)])["input_ids"][i // len(texts) :]) for i in range(sessions)]
-    target, draft = ModelRunner(TARGET, kv_tokens=320 * sessions), ModelRunner(DRAFT, kv_tokens=512 * sessions)
+    target = ModelRunner(TARGET, dtype="float32", kv_tokens=320 * sessions)
+    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=512 * sessions)
     results: dict[str, Any] = {}
     table = Table("", "between passes (ms)", "90%", "a pass (ms)", "rows", "steps")
     for temperature in (0.0, 1.0):

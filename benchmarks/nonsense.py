@@ -167,7 +167,7 @@ def main(
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(TARGET)
     ids = [tuple(tokenizer(json.loads(line))["input_ids"]) for line in PROMPTS.read_text().splitlines()[:count]]
-    runner = ModelRunner(TARGET, kv_tokens=4096)
+    runner = ModelRunner(TARGET, dtype="float32", kv_tokens=4096)
     results = {kind: measure(runner, ids, tokens, known) for kind, known in KINDS.items()}
     table = Table("draft", "plain (ms a token)", "linked", "of it waiting", "verified a token", "cost")
     for kind, figures in results.items():

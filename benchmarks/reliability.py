@@ -101,7 +101,7 @@ def main(
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(target)
     ids = [tuple(tokenizer(json.loads(line))["input_ids"]) for line in prompts.read_text().splitlines()[:count]]
-    target_runner, draft_runner = ModelRunner(target), ModelRunner(draft)
+    target_runner, draft_runner = ModelRunner(target, dtype="float32"), ModelRunner(draft, dtype="float32")
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     for temperature in (0.0, 1.0):
         cost = CostModel(target_runner.called_with)

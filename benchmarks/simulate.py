@@ -62,7 +62,7 @@ def main(
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(target)
     ids = [tuple(tokenizer(json.loads(line))["input_ids"]) for line in prompts.read_text().splitlines()[:count]]
-    target_runner, draft_runner = ModelRunner(target), ModelRunner(draft)
+    target_runner, draft_runner = ModelRunner(target, dtype="float32"), ModelRunner(draft, dtype="float32")
     scripts = {
         f"T{temperature:g}": [
             _script(target_runner, draft_runner, _request(index, prompt, temperature, tokens), record is not None)

@@ -49,7 +49,7 @@ def main(
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(target)
     ids = [tuple(tokenizer(json.loads(line))["input_ids"]) for line in prompts.read_text().splitlines()[:count]]
-    big, small = ModelRunner(target), ModelRunner(draft)
+    big, small = ModelRunner(target, dtype="float32"), ModelRunner(draft, dtype="float32")
     rows: list[dict[str, float | str]] = []
     for temperature in map(float, temperatures.split(",")):
         for k in map(int, chains.split(",")):

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +85,20 @@ def hidden_size(values: dict[str, Any]) -> int:
     return size if isinstance(size, int) else 0
 
 
-def stored_bytes(path: Path) -> int:
-    """Of a checkpoint's weights."""
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+def stored_numbers(path: Path) -> dict[str, int]:
+    """How many numbers of each type ("BF16", "F32"...) a checkpoint's files hold; nothing where a file can't be read."""
+    numbers: Counter[str] = Counter()
+    try:
+        for file in path.glob("*.safetensors"):
+            with file.open("rb") as weights:
+                length = int.from_bytes(weights.read(8), "little")
+                header = json.loads(weights.read(min(length, _MAX_HEADER)))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    numbers[tensor["dtype"]] += math.prod(tensor["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads it says what is wrong
+        return {}
+    return dict(numbers)
 
 
 def checkpoint_name(path: Path) -> str:

@@ -139,15 +139,17 @@ def has_fast_bf16(device: str) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def is_one_call(values: dict[str, Any], weights: int) -> bool:
+def is_one_call(values: dict[str, Any], numbers: dict[str, int]) -> bool:
     """Whether a checkpoint is of the kind whose passes in bfloat16 are one compiled call here, which takes one thread.
 
-    values: its config.json. weights: how many it has. Only where these are in bfloat16 already: others would be rounded.
+    values: its config.json. numbers: of each type, among its weights: all are in bfloat16, or some would be rounded.
     """
     layer = architecture(values).replace("ForCausalLM", "DecoderLayer")
-    stored = values.get("dtype") or values.get("torch_dtype")
-    known = stored == "bfloat16" and layer in _PLAIN_LAYERS and torch_calls.narrow_available()
-    return known and _threads(weights) == 1
+    rotation = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    windows = values.get("sliding_window") and values.get("use_sliding_window", True)
+    plain = values.get("hidden_act") == "silu" and not windows and "quantization_config" not in values
+    known = layer in _PLAIN_LAYERS and plain and rotation.get("rope_type", "default") in _FIXED_ROTATIONS
+    return known and set(numbers) == {"BF16"} and _threads(numbers["BF16"]) == 1 and torch_calls.narrow_available()
 
 
 def _threads(weights: int) -> int:

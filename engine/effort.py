@@ -131,7 +131,7 @@ class EffortWindow(GoodputWindow):
     def stakes(self, tree: TokenTree, behind: int) -> "Stakes":
         """What says whether draft steps pay, for a drafter that takes several in one go; `grew_on` has to follow.
 
-        behind: tokens of the output that it has to read first. A prompt, which is read once for all steps, is not charged.
+        behind: tokens that it has to read first, but for those that the session was opened with: read once, for all steps.
         """
         trials, hits = self.calibration.counts(tree)
         self._trees, self._mark = 1, self._clock()

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
-from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size, stored_bytes
+from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size, stored_numbers
 from engine.choice import Weights, check_weights
 from engine.compiled_pass import CompiledDecoder, Passed, compiles
 from engine.cpu import has_fast_bf16, is_one_call, speed_up
@@ -45,7 +45,6 @@ _LOAD_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-_BF16_BYTES = 2
 # Features; on CPUs, passes of smaller models in bfloat16 that are not one compiled call are mostly overhead per operation.
 _WORTH_BF16 = 1024
 # Row counts that models are called with which make something of each, as by recording; above 240, multiples of 64.
@@ -90,7 +89,8 @@ class ModelRunner:
         self._architecture = architecture(values)
         _check_device(device)
         self.device = device
-        one_call = not compile and weights == "auto" and is_one_call(values, stored_bytes(self.path) // _BF16_BYTES)
+        replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
+        one_call = replaced and weights == "auto" and is_one_call(values, stored_numbers(self.path))
         self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call)
         check_weights(weights, self.path, device != "cpu", dtype, compile)
         if reason := why_not(weights, device, invariant):
@@ -104,7 +104,6 @@ class ModelRunner:
         known = getattr(config, "max_position_embeddings", None)  # some settings have it by another name
         self.max_length = context_length({"max_position_embeddings": known} | config.to_dict())
         self.layers = int(config.num_hidden_layers)
-        replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
         self._current = Current()
         self.hidden = torch.zeros(0)  # final states of the last pass's wanted rows, [wanted rows, hidden_size]
         try:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import _MEMORY, _PROBE_EVERY, Calibration, CostModel, GoodputWindow, Patience, Window
+from engine.budget import _MEMORY, _PROBE_EVERY, Calibration, CostModel, GoodputWindow, Patience, Window, _cell
 from engine.step import MAX_WINDOW
 from engine.tree import ROOT, TokenTree
 from engine.types import IntArray
@@ -90,10 +90,12 @@ def test_the_surest_are_calibrated_apart_from_the_nearly_sure(other: float) -> N
 
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, float("nan"), float("inf"), -1.0])
-def test_no_confidence_is_out_of_bounds(confidence: float) -> None:
-    calibration, tree = Calibration(), star(confidence)
-    calibration.observe(tree, nodes(1), [1])
-    assert 0 <= calibration.paths(tree)[1] <= 1
+@pytest.mark.parametrize("depth", [0, 1, 1000])
+def test_every_confidence_has_a_cell(confidence: float, depth: int) -> None:
+    trials, _ = Calibration().counts(star())
+    at, level = _cell(confidence, depth)
+    assert 0 <= at < trials.shape[0]
+    assert 0 <= level < trials.shape[1]
 
 
 def test_only_children_of_the_walked_path_were_tried() -> None:

@@ -1,4 +1,4 @@
-"""When a draft tells its target what grew: just before it looks, once per step, at once when it waits."""
+"""When a draft tells its target what grew: before it looks, once per step, at once when it waits."""
 
 import threading
 import time
@@ -33,6 +33,13 @@ def test_without_knowing_the_rhythm_growth_goes_out_at_once() -> None:
 def test_growth_waits_until_the_next_turn_would_be_too_late(cadence: Cadence) -> None:
     moments = [1.0 + TURN * turn for turn in range(1, 4)]
     assert [cadence.due(moment) for moment in moments] == [False, True, True]
+
+
+def test_a_target_whose_step_is_a_quarter_shorter_than_usual_has_been_told(cadence: Cadence) -> None:
+    for _ in range(50):
+        cadence.turned(STEP / 100)
+    assert not cadence.due(1.0 + STEP / 2)
+    assert cadence.due(1.0 + 0.75 * STEP)
 
 
 def test_once_per_step_is_enough(cadence: Cadence) -> None:

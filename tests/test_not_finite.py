@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine import torch_calls
 from engine.decode import Generation, decode
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
@@ -34,9 +35,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[False, True], ids=["fast", "invariant"])
+@pytest.fixture(params=["float32", "float32 invariant", "bfloat16"])
 def runner(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
-    made = ModelRunner(checkpoint, dtype="float32", kv_tokens=512, invariant=request.param)
+    dtype, _, invariant = request.param.partition(" ")
+    if dtype == "bfloat16" and not torch_calls.narrow_available():
+        pytest.skip("bfloat16 is emulated")
+    made = ModelRunner(checkpoint, dtype=dtype, kv_tokens=512, invariant=bool(invariant))
     yield made
     made.pool.check()
     assert made.pool.used_pages == 0

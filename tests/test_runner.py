@@ -315,10 +315,13 @@ def test_bfloat16_is_for_large_models_and_compiled_passes_where_cpus_compute_in_
     ("changes", "one_call"),
     [
         ({}, True),
-        ({"dtype": "float32"}, False),  # would be rounded
-        ({"dtype": None, "torch_dtype": "bfloat16"}, True),
-        ({"dtype": None}, False),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, True),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 16}, False),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "use_sliding_window": False}, True),
         ({"architectures": ["Gemma2ForCausalLM"]}, False),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, False),
+        ({"hidden_act": "gelu"}, False),
+        ({"quantization_config": {}}, False),
         ({"architectures": None}, False),
     ],
 )
@@ -327,15 +330,25 @@ def test_which_checkpoints_are_one_compiled_call_in_bfloat16(
 ) -> None:
     monkeypatch.setattr(torch_calls, "narrow_available", lambda: True)
     values = json.loads((exact.TARGET / "config.json").read_text())
-    assert is_one_call(values | changes, 10**6) == one_call
+    assert is_one_call(values | changes, {"BF16": 10**6}) == one_call
+    assert not is_one_call(values | changes, {"BF16": 10**6, "F32": 1}), "it would be rounded"
+    assert not is_one_call(values | changes, {})
 
 
 def test_large_models_take_all_threads_which_one_compiled_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_calls, "narrow_available", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     values = json.loads((exact.TARGET / "config.json").read_text())
-    assert is_one_call(values, 10**8)
-    assert not is_one_call(values, 10**9)
+    assert is_one_call(values, {"BF16": 10**8})
+    assert not is_one_call(values, {"BF16": 10**9})
+
+
+def test_the_types_of_weights_are_read_from_their_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3).bfloat16(), "b": torch.zeros(5)}, tmp_path / "one.safetensors")
+    save_file({"c": torch.zeros(4)}, tmp_path / "two.safetensors", {"format": "pt"})
+    assert checkpoint.stored_numbers(tmp_path) == {"BF16": 6, "F32": 9}
+    (tmp_path / "three.safetensors").symlink_to(tmp_path / "nowhere")
+    assert checkpoint.stored_numbers(tmp_path) == {}
 
 
 @pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")

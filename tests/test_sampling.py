@@ -272,6 +272,13 @@ def test_guesses_of_mixed_rows_are_those_of_each_row_alone() -> None:
         assert np.array_equal(confidences[i], alone[1][0])
 
 
+def test_beside_noise_a_draft_is_less_sure() -> None:
+    scores = np.array([[3.0, 2.0, 1.0]] * 2, np.float32)
+    sampled, greedy = sampling.shares(scores, np.array([True, False]), 3)
+    assert greedy[0] > sampled[0] > 1 / 3
+    assert sampled.sum() == pytest.approx(greedy.sum()) == pytest.approx(1)
+
+
 def test_guesses_are_distinct_with_falling_confidences_below_one() -> None:
     rows = [SamplingParams(1.0)] * 50
     tokens, confidences = sampling.propose(some_logits(50, 300), rows, keys_of(rows, [0] * 50), 6)

@@ -86,6 +86,7 @@ class _Session:
     ) -> None:
         self.tokens = tokens
         self.prompt = prompt  # tokens that the output stands behind
+        self.begun = len(tokens)  # tokens that it was opened with
         self.params = params
         self.computed = 0
         self.chain = HandleChain()  # of the tokens, as far as it was needed
@@ -215,7 +216,7 @@ class ModelDrafter:
         if decoder is None:
             return None
         pending, given = held.pending, self._fixed(held, decoder)
-        unread = len(held.tokens) - max(held.computed, held.prompt)  # of the output
+        unread = len(held.tokens) - max(held.computed, held.begun)  # of what came since it was opened
         held.tree.size, taken, steps, covered, opened = grow_on(
             given,
             held.tree.size,

@@ -4,14 +4,20 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from random import Random
+from typing import Any
 
 import pytest
+import torch
 
 from cluster.draft import DraftReplica
 from cluster.link import memory_link
 from cluster.target import TargetReplica
+from engine import torch_calls
 from engine.budget import Window
+from engine.compiled_pass import Passed
+from engine.decode import decode
 from engine.drafters import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import NgramDrafter
@@ -93,6 +99,30 @@ def test_streams_equal_plain_decoding(
         assert stats.accepted == sum(stream.guessed for stream in streams) > 0
         assert 0 < stats.accepted <= stats.tried <= stats.verified
         assert drafts.wait_idle(PATIENCE_S)
+
+
+@pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_as_users_have_them_streams_equal_plain_decoding(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, outside invariant mode: compiled passes give a row the same bits beside any others."""
+    target, draft = ModelRunner(exact.TARGET, kv_tokens=2048), ModelRunner(exact.DRAFT, kv_tokens=4096)
+    requests = exact.make_requests(exact.load_prompts(4), temperature, TOKENS)
+    expected = [generation.tokens for generation in decode(target, requests)]
+    passes, best = count(1), target.best
+    with drafting(ModelDrafter(draft)) as drafts, serving(target, max_batch=3, lookup=8) as replica:
+
+        def patient(*batch: Any) -> Passed:
+            if next(passes) in (4, 8, 12):  # the draft gets a chance, however busy the machine is
+                drafts.wait_idle(PATIENCE_S)
+            return best(*batch)
+
+        monkeypatch.setattr(target, "best", patient)
+        with over_grpc(replica, drafts):
+            assert outputs(submit(replica, requests)) == expected
+        assert replica.stats().accepted > 0
+    for runner in (target, draft):
+        assert runner.dtype == torch.bfloat16
+        assert runner.pool.used_pages == 0
 
 
 def test_a_target_without_a_draft_decodes_alone(target: ModelRunner, case: MakeCase) -> None:
