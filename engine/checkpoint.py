@@ -90,10 +90,7 @@ def stored_numbers(path: Path) -> dict[str, int]:
     numbers: Counter[str] = Counter()
     try:
         for file in path.glob("*.safetensors"):
-            with file.open("rb") as weights:
-                length = int.from_bytes(weights.read(8), "little")
-                header = json.loads(weights.read(min(length, _MAX_HEADER)))
-            for name, tensor in header.items():
+            for name, tensor in json.loads(_header(file)).items():
                 if name != "__metadata__":
                     numbers[tensor["dtype"]] += math.prod(tensor["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads it says what is wrong
@@ -114,10 +111,15 @@ def checkpoint_digest(path: Path) -> str:
     digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16)
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with file.open("rb") as weights:
-            length = int.from_bytes(weights.read(8), "little")
-            digest.update(weights.read(min(length, _MAX_HEADER)))
+        digest.update(_header(file))
     return digest.hexdigest()
+
+
+def _header(file: Path) -> bytes:
+    """What a safetensors file says of its tensors, in JSON."""
+    with file.open("rb") as weights:
+        length = int.from_bytes(weights.read(8), "little")
+        return weights.read(min(length, _MAX_HEADER))
 
 
 def _unsupported(values: dict[str, Any]) -> str | None:

@@ -145,10 +145,11 @@ def is_one_call(values: dict[str, Any], numbers: dict[str, int]) -> bool:
     values: its config.json. numbers: of each type, among its weights: all are in bfloat16, or some would be rounded.
     """
     layer = architecture(values).replace("ForCausalLM", "DecoderLayer")
-    rotation = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rotation = values.get("rope_parameters") or values.get("rope_scaling") or {"rope_type": "default"}
+    turns = rotation.get("rope_type", rotation.get("type", "default")) if isinstance(rotation, dict) else None
     windows = values.get("sliding_window") and values.get("use_sliding_window", True)
     plain = values.get("hidden_act") == "silu" and not windows and "quantization_config" not in values
-    known = layer in _PLAIN_LAYERS and plain and rotation.get("rope_type", "default") in _FIXED_ROTATIONS
+    known = layer in _PLAIN_LAYERS and plain and turns in _FIXED_ROTATIONS
     return known and set(numbers) == {"BF16"} and _threads(numbers["BF16"]) == 1 and torch_calls.narrow_available()
 
 

@@ -90,7 +90,8 @@ class ModelRunner:
         _check_device(device)
         self.device = device
         replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
-        one_call = replaced and weights == "auto" and is_one_call(values, stored_numbers(self.path))
+        asks = dtype == weights == "auto" and replaced
+        one_call = asks and is_one_call(values, stored_numbers(self.path))
         self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call)
         check_weights(weights, self.path, device != "cpu", dtype, compile)
         if reason := why_not(weights, device, invariant):
