@@ -12,7 +12,7 @@ from engine.budget import reach
 from engine.compiled import compiled
 from engine.compiled_pass import CompiledDecoder, Weights, best_tokens
 from engine.effort import RECENT, Stakes, before, covered_by, gain_of
-from engine.noise import key_of
+from engine.noise import Loud, key_of
 from engine.page_attention import plan_one
 from engine.sampling import candidates, shares
 from engine.tree import TokenTree
@@ -44,6 +44,7 @@ class Fixed(NamedTuple):
     seed: np.uint64
     temperature: np.float32
     likeliest: int  # how many tokens guesses are made of
+    loud: Loud  # of the vocabulary
     bounds: Bounds
 
 
@@ -59,6 +60,7 @@ def fixed(decoder: CompiledDecoder, tree: TokenTree, lease: IntArray, params: Sa
         np.uint64(params.seed),
         np.float32(params.temperature),
         candidates(bounds.children, decoder.weights.vocab_size),
+        decoder.loud,
         bounds,
     )
 
@@ -126,7 +128,18 @@ def grow(given: Fixed, size: int, computed: int, pending: IntArray, free: IntArr
     temperatures = np.full(len(chosen), given.temperature, np.float32)
     plan = plan_one(lease, prefix, tree_slots, visible, 0)
     _, _, _, found, scores, _ = best_tokens(
-        weights, inputs, positions, write, given.data, plan, wanted, least_rows, temperatures, keys, given.likeliest
+        weights,
+        inputs,
+        positions,
+        write,
+        given.data,
+        plan,
+        wanted,
+        least_rows,
+        temperatures,
+        keys,
+        given.likeliest,
+        given.loud,
     )
     guesses, confidences = found[:, : bounds.children].copy(), shares(scores, temperatures > 0, bounds.children)
     size = expand(nodes, size, chosen, guesses, confidences, bounds.least)

@@ -6,6 +6,7 @@ the interpreter, whose lock a server's other threads want, and whose work costs 
 filled the caches with weights.
 """
 
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from engine.attention import Layout, Longs
 from engine.compiled import compiled, exponential, widened
 from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
 from engine.kv import KVPool, numbers_of
-from engine.noise import Keys
+from engine.noise import Keys, Loud, make_loud
 from engine.page_attention import attend, consistent, store
 from engine.sampling import Best, rank, scaled
 from engine.torch_calls import handle_of, leave, linear, product, release
@@ -54,6 +55,13 @@ class Passed(NamedTuple):
     logits: torch.Tensor  # [n, vocab_size]
     finite: bool  # whether all of these are
     best: Best
+
+
+class _Kept(threading.local):
+    """What a thread's passes remember."""
+
+    def __init__(self) -> None:
+        self.loud = make_loud()
 
 
 class CompiledDecoder:
@@ -105,6 +113,12 @@ class CompiledDecoder:
             len(head.weight) if self.chooses else 0,
         )
         self.data = numbers_of(pool.data).reshape(*pool.data.shape[:3], pool.pages, -1)
+        self._kept = _Kept()
+
+    @property
+    def loud(self) -> Loud:
+        """What `best_tokens` takes last, of the calling thread."""
+        return self._kept.loud
 
     def __call__(self, layout: Layout, span: tuple[int, int, int]) -> torch.Tensor:
         """span: of rows in the layout, see there. Returns the final hidden states [rows, hidden_size]."""
@@ -119,7 +133,7 @@ class CompiledDecoder:
         """
         seen = layout.seen(0, layout.rows, max(0, self.least_rows - layout.rows))
         states, logits, finite, found, scores, clear = best_tokens(
-            self.weights, *seen[:3], self.data, seen.plan, wanted, self.least_rows, temperatures, keys, count
+            self.weights, *seen[:3], self.data, seen.plan, wanted, self.least_rows, temperatures, keys, count, self.loud
         )
         return Passed(torch.from_numpy(states), torch.from_numpy(logits), finite, Best(found, scores, clear))
 
@@ -181,8 +195,9 @@ def best_tokens(
     temperatures: FloatArray,
     keys: Keys,
     count: int,
+    kept: Loud,
 ) -> tuple[FloatArray, FloatArray, bool, IntArray, FloatArray, BoolArray]:
-    """What `_pass` takes, then what CompiledDecoder.best does. Returns the parts of Passed, those of Best last."""
+    """What `_pass` takes, then what CompiledDecoder.best does, whose `loud` is kept. Returns the parts of Passed."""
     every = _pass(weights, tokens, positions, write, data, plan)
     n = len(wanted)
     states = np.zeros((max(n, least_rows), every.shape[1]), np.float32)
@@ -197,7 +212,7 @@ def best_tokens(
         if weights.blocked:
             leave()
     states, logits = states[:n], logits[:n]
-    tokens_found, scores, clear = rank(scaled(logits, temperatures), temperatures > 0, keys, count)
+    tokens_found, scores, clear = rank(scaled(logits, temperatures), temperatures > 0, keys, count, kept)
     return states, logits, _finite(logits.ravel()), tokens_found, scores, clear
 
 

@@ -11,6 +11,7 @@ same for all rows at a position, and of those whose logits are large enough with
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,34 @@ _UNIT = 2.0**-52  # 52 random bits and a half: never 0, never 1, and the largest
 
 _LOUD = 256  # tokens with the largest noise at a position that are looked at whatever their logits are, about
 _LEAST = float(np.finfo(np.float32).min)
-_BLOCK = 512  # tokens that are hashed, or compared, together
+_BLOCK = 512  # tokens that are hashed together
+_TOGETHER = 64  # logits that are compared together
 _SPARE = 4  # contenders kept beside those asked for: ties within rounding
+_PLACES, _ROOM = (
+    256,
+    384,
+)  # positions whose loud tokens are kept, and how many of one: eight standard deviations above _LOUD
+
+
+class Loud(NamedTuple):
+    """The tokens with the largest noise at the positions that were asked for last, for one size of vocabulary.
+
+    Draft steps come back to the same few positions, and half of a guess' time is finding these. For one thread alone.
+    """
+
+    keys: Keys  # int64 [places]
+    held: Keys  # int64 [places]: how many tokens; 0 where there is no position yet
+    tokens: IntArray  # [places, room]
+    noise: Doubles  # [places, room]
+
+
+def make_loud(places: int = _PLACES, room: int = _ROOM) -> Loud:
+    """Of no position yet."""
+    keys, held = np.zeros(places, np.int64), np.zeros(places, np.int64)
+    return Loud(keys, held, np.empty((places, room), np.int32), np.empty((places, room)))
+
+
+NONE_KEPT = make_loud(1, 0)  # remembers nothing, so that any thread may take it
 
 
 def _signed(value: int) -> int:
@@ -98,14 +125,14 @@ def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, Fl
     Returns tokens [n, m], -1 behind the last one, and their noise [n, m], as `gumbel` gives it. The third, [n], is False for
     rows whose best may be among others too: more of them are equal within rounding than are kept.
     """
-    tokens, uniforms, _, sure, _ = _contenders(values, keys, count, count + _SPARE)
+    tokens, uniforms, _, sure, _ = _contenders(values, keys, count, count + _SPARE, NONE_KEPT)
     noise: FloatArray = _noise_of(torch.from_numpy(uniforms)).numpy()
     return tokens, noise, sure
 
 
 @compiled
 def _contenders(
-    values: FloatArray, keys: Keys, count: int, room: int
+    values: FloatArray, keys: Keys, count: int, room: int, kept: Loud
 ) -> tuple[IntArray, Doubles, Doubles, BoolArray, BoolArray]:
     """The `room` best of each row by scores in double precision, their uniforms and scores.
 
@@ -116,28 +143,24 @@ def _contenders(
     uniforms = np.full((rows, room), 0.5)
     scores = np.full((rows, room), -np.inf)
     sure, clear = np.ones(rows, np.bool_), np.ones(rows, np.bool_)
-    loud, noise, loud_uniforms = np.empty(size + 1, np.int32), np.empty(size), np.empty(size)
     least = np.uint64(max(0.0, 1.0 - _LOUD / size) * 2.0**52)  # bits of the loud ones
     bound = _noise(_uniform(least)) + 1e-9  # of the noise of all others
     for first in range(rows):
         if (keys[:first] == keys[first]).any():
             continue  # with those before it
         key = np.uint64(keys[first])
-        held = _find_loud(key, size, least, loud)
-        for i in range(held):
-            loud_uniforms[i] = _uniform(_bits(key, np.uint64(loud[i])))
-            noise[i] = _noise(loud_uniforms[i])
+        loud, noise = _loud_of(key, size, least, kept)
         for row in range(first, rows):
             if keys[row] != keys[first]:
                 continue
             mine, found, theirs, best = values[row], tokens[row], uniforms[row], scores[row]
-            for i in range(held):
+            for i in range(len(loud)):
                 score = mine[loud[i]] + noise[i]
                 if score > best[room - 1]:
-                    _insert(best, found, theirs, score, loud[i], loud_uniforms[i])
+                    _insert(best, found, theirs, score, loud[i], _uniform(_bits(key, np.uint64(loud[i]))))
             limit = _limit(best[room - 1], bound)
-            for start in range(0, size, _BLOCK):
-                stop = min(start + _BLOCK, size)
+            for start in range(0, size, _TOGETHER):
+                stop = min(start + _TOGETHER, size)
                 if not _reaches(mine[start:stop], limit):
                     continue
                 for token in range(start, stop):
@@ -156,14 +179,33 @@ def _contenders(
 
 
 @compiled
-def best_within_rounding(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:
+def best_within_rounding(
+    values: FloatArray, keys: Keys, count: int, kept: Loud
+) -> tuple[IntArray, FloatArray, BoolArray]:
     """The `count` best of values + noise in each row [n, vocab_size], the best first, and their scores, both [n, count].
 
     They are compared in double precision; behind the last one stand token 0 and -inf. The third, [n], is False for rows
     where `gumbel`'s noise, in single precision, may bring others or another order.
     """
-    tokens, _, scores, _, clear = _contenders(values, keys, count, count + 1)
+    tokens, _, scores, _, clear = _contenders(values, keys, count, count + 1, kept)
     return np.maximum(tokens[:, :count], np.int32(0)), scores[:, :count].astype(np.float32), clear
+
+
+@compiled
+def _loud_of(key: np.uint64, size: int, least: np.uint64, kept: Loud) -> tuple[IntArray, Doubles]:
+    """The tokens with at least these bits, and their noise; kept where there is room for them."""
+    place = np.int64(key % np.uint64(len(kept.keys)))
+    if kept.held[place] > 0 and kept.keys[place] == np.int64(key):
+        return kept.tokens[place][: kept.held[place]], kept.noise[place][: kept.held[place]]
+    tokens = np.empty(size + 1, np.int32)
+    held = _find_loud(key, size, least, tokens)
+    noise = np.empty(held)
+    for i in range(held):
+        noise[i] = _noise(_uniform(_bits(key, np.uint64(tokens[i]))))
+    if held <= kept.tokens.shape[1]:
+        kept.keys[place], kept.held[place] = np.int64(key), held
+        kept.tokens[place][:held], kept.noise[place][:held] = tokens[:held], noise
+    return tokens[:held], noise
 
 
 @compiled

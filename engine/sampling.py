@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from engine.compiled import compiled
-from engine.noise import Keys, best_within_rounding, contenders, gumbel
+from engine.noise import NONE_KEPT, Keys, Loud, best_within_rounding, contenders, gumbel
 from engine.types import BoolArray, FloatArray, IntArray, SamplingParams, TokenLogprobs
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
+_TOGETHER = 64  # logits that are compared together with the least of the best
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
 NO_KEYS: Keys = np.zeros(0, np.int64)  # where all rows are greedy
 # Of a draft's softmax, which is flatter than its hit rate; less so beside noise, which takes its choices further from the
@@ -198,7 +199,7 @@ def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Ten
     values, noisy = _scaled(logits.float(), params), _noisy(params)
     if values.is_cpu:
         own = NO_KEYS if keys is None else keys.numpy()
-        return Best(*rank(values.contiguous().numpy(), noisy, own, count))
+        return Best(*rank(values.contiguous().numpy(), noisy, own, count, NONE_KEPT))
     tokens, largest = _best_on_device(values, noisy, keys, count)
     return Best(tokens, largest, np.ones(len(tokens), np.bool_))
 
@@ -213,18 +214,23 @@ def filters(params: SamplingParams) -> bool:
 
 
 @compiled
-def rank(values: FloatArray, noisy: BoolArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:
-    """`Best` of scaled logits [n, vocab_size]; noisy: [n], the rows that have noise, by these keys [n]."""
+def rank(
+    values: FloatArray, noisy: BoolArray, keys: Keys, count: int, kept: Loud
+) -> tuple[IntArray, FloatArray, BoolArray]:
+    """`Best` of scaled logits [n, vocab_size]; noisy: [n], the rows that have noise, by these keys [n].
+
+    kept: of this size of vocabulary, or NONE_KEPT.
+    """
     rows = len(values)
     if not noisy.any():
         tokens, found = _largest(values, count)
         return tokens, found, np.ones(rows, np.bool_)
     if noisy.all():
-        return best_within_rounding(values, keys, count)
+        return best_within_rounding(values, keys, count, kept)
     tokens, found = _largest(values, count)  # of the greedy rows, and in vain of the others
     clear = np.ones(rows, np.bool_)
     places = np.flatnonzero(noisy)
-    own_tokens, own_found, own_clear = best_within_rounding(values[places], keys[places], count)
+    own_tokens, own_found, own_clear = best_within_rounding(values[places], keys[places], count, kept)
     for i in range(len(places)):
         tokens[places[i]], found[places[i]], clear[places[i]] = own_tokens[i], own_found[i], own_clear[i]
     return tokens, found, clear
@@ -340,13 +346,26 @@ def _largest(values: FloatArray, count: int) -> tuple[IntArray, FloatArray]:
     best = np.full((rows, count), -np.inf, np.float32)
     for row in range(rows):
         least = np.float32(-np.inf)
-        for column in range(columns):
-            value = values[row, column]
-            if value > least:
-                at = count - 1
-                while at > 0 and best[row, at - 1] < value:
-                    best[row, at], found[row, at] = best[row, at - 1], found[row, at - 1]
-                    at -= 1
-                best[row, at], found[row, at] = value, column
-                least = best[row, count - 1]
+        for start in range(0, columns, _TOGETHER):
+            stop = min(start + _TOGETHER, columns)
+            if not _any_above(values[row, start:stop], least):
+                continue
+            for column in range(start, stop):
+                value = values[row, column]
+                if value > least:
+                    at = count - 1
+                    while at > 0 and best[row, at - 1] < value:
+                        best[row, at], found[row, at] = best[row, at - 1], found[row, at - 1]
+                        at -= 1
+                    best[row, at], found[row, at] = value, column
+                    least = best[row, count - 1]
     return found, best
+
+
+@compiled
+def _any_above(values: FloatArray, least: np.float32) -> bool:
+    """Whether any value is larger; counted, since compilers make vectors of that."""
+    count = 0
+    for i in range(len(values)):
+        count += values[i] > least
+    return count > 0

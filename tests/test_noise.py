@@ -157,3 +157,32 @@ def test_no_logit_below_the_limit_reaches_the_worst_score(worst: float, bound: f
 
 def test_what_was_filtered_out_is_below_every_limit() -> None:
     assert -np.inf < noise._limit(-np.inf, 3.0)
+
+
+@pytest.mark.parametrize("room", [0, 256, 384])
+def test_kept_noise_changes_no_choice(room: int) -> None:
+    """With room for no position, for some of them or for all; 24 of them share 3 places, and come back."""
+    generator = np.random.default_rng(5)
+    kept = noise.make_loud(3, room)
+    for _ in range(20):
+        values = (3 * generator.standard_normal((4, 2_000))).astype(np.float32)
+        keys = noise.keys(7, generator.integers(24, size=4).tolist()).numpy()
+        for found, expected in zip(
+            noise.best_within_rounding(values, keys, 5, kept),
+            noise.best_within_rounding(values, keys, 5, noise.NONE_KEPT),
+            strict=True,
+        ):
+            assert np.array_equal(found, expected)
+    assert bool(kept.held.any()) == (room > 0)
+
+
+def test_noise_that_is_kept_is_found_again() -> None:
+    keys = noise.keys(7, [1, 2]).numpy()
+    kept = noise.make_loud(256, 384)
+    values = np.zeros((2, 2_000), np.float32)
+    noise.best_within_rounding(values, keys, 5, kept)
+    places = np.flatnonzero(kept.held)
+    assert sorted(kept.keys[places].tolist()) == sorted(keys.tolist())
+    kept.noise[:] = 100.0  # which shows when it is used
+    _, scores, _ = noise.best_within_rounding(values, keys, 5, kept)
+    assert bool((scores == 100.0).all())
