@@ -22,6 +22,7 @@ MAX_SESSIONS = 4096  # in one message
 MAX_NODES = 65_536  # tree nodes in one message
 MAX_PREFIX_TOKENS = 1_048_576
 DIGEST_BYTES = 16
+_ID, _CONFIDENCE = np.dtype("<i4"), np.dtype("<f4")  # of a node, as they are sent
 
 _T = TypeVar("_T")
 
@@ -122,6 +123,11 @@ def _packs(messages: Sequence[_T], sizes: Sequence[int]) -> Iterator[tuple[Seque
         yield messages[start:], sizes[start:]
 
 
+def _bytes(arrays: Sequence[npt.NDArray[np.generic]], dtype: np.dtype[np.generic]) -> bytes:
+    """The arrays, one after the other."""
+    return b"".join([array.astype(dtype, copy=False).tobytes() for array in arrays])
+
+
 def _digests(handles: Sequence[KVHandle]) -> bytes:
     require(all(len(handle.digest) == DIGEST_BYTES for handle in handles), "a digest is not 16 bytes long")
     return b"".join([handle.digest for handle in handles])
@@ -162,16 +168,15 @@ def _growth_frames(growths: Sequence[Growth]) -> list[bytes]:
             base_lengths=[growth.base.length for growth in pack],
             base_digests=_digests([growth.base for growth in pack]),
             counts=counts,
-            parents=np.concatenate([growth.parents for growth in pack]).tolist(),
-            # A negative id wraps around and back again: whether an id is known is for the receiver to say.
-            tokens=np.concatenate([growth.tokens for growth in pack]).astype(np.uint32).tolist(),
-            confidences=np.concatenate([growth.confidences for growth in pack]).tolist(),
+            parents=_bytes([growth.parents for growth in pack], _ID),
+            tokens=_bytes([growth.tokens for growth in pack], _ID),
+            confidences=_bytes([growth.confidences for growth in pack], _CONFIDENCE),
         )
         frames.append(_frame(pb.Up(growths=packed)))
     return frames
 
 
-# --- decoding. Repeated fields are read by slicing, or by numpy through their buffer: both far faster than iterating.
+# --- decoding. Repeated fields are read by slicing, which is far faster than iterating; nodes by numpy, as they are.
 
 
 def _parse(message: pb.Down | pb.Up, data: bytes) -> None:
@@ -236,18 +241,17 @@ def _decode_commits(packed: pb.Commits) -> list[Down]:
 
 
 def _decode_growths(packed: pb.Growths) -> list[Up]:
-    nodes = len(packed.tokens)
-    require(nodes <= MAX_NODES, f"over {MAX_NODES} nodes")
-    require(len(packed.parents) == len(packed.confidences) == nodes, "the arrays of nodes differ in length")
+    size = len(packed.tokens)
+    require(size <= MAX_NODES * _ID.itemsize, f"over {MAX_NODES} nodes")
+    require(len(packed.parents) == len(packed.confidences) == size, "the arrays of nodes differ in length")
+    require(size % _ID.itemsize == 0, "a node is not whole")
     sessions = _sessions(packed.sessions)
     handles = _handles(packed.base_lengths, packed.base_digests, len(sessions))
-    bounds = _bounds(packed.counts, len(sessions), nodes)
-    parents = np.array(packed.parents, dtype=np.int32)
-    tokens = np.array(packed.tokens, dtype=np.uint32).view(np.int32)
-    confidences = np.array(packed.confidences, dtype=np.float32)
+    bounds = _bounds(packed.counts, len(sessions), size // _ID.itemsize)
+    parents = np.frombuffer(packed.parents, _ID)
+    tokens = np.frombuffer(packed.tokens, _ID)
+    confidences = np.frombuffer(packed.confidences, _CONFIDENCE)
     _require_order(parents, bounds)
-    for array in (parents, tokens, confidences):
-        array.flags.writeable = False  # the messages below share them
     return [
         Growth(session, base, parents[start:end], tokens[start:end], confidences[start:end])
         for session, base, start, end in zip(sessions, handles, bounds[:-1], bounds[1:], strict=True)

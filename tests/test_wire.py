@@ -29,6 +29,7 @@ from engine.types import (
 )
 
 DIGEST = bytes(range(16))
+NODE = {"parents": "<i4", "tokens": "<i4", "confidences": "<f4"}  # what the arrays of nodes hold
 
 session_ids = st.integers(0, 2**64 - 1)
 session_tuples = st.lists(session_ids, max_size=5).map(tuple)
@@ -156,7 +157,7 @@ def commits_frame(**changes: Any) -> bytes:
 
 
 def growths_frame(**changes: Any) -> bytes:
-    fields = {
+    fields: dict[str, Any] = {
         "sessions": [1, 2],
         "base_lengths": [5, 6],
         "base_digests": DIGEST * 2,
@@ -164,8 +165,11 @@ def growths_frame(**changes: Any) -> bytes:
         "parents": [-1, -1, 0],
         "tokens": [7, 8, 9],
         "confidences": [0.5, 0.5, 0.5],
-    }
-    return pb.Up(growths=pb.Growths(**(fields | changes))).SerializeToString()
+    } | changes
+    for name, dtype in NODE.items():
+        if not isinstance(fields[name], bytes):
+            fields[name] = np.array(fields[name], dtype).tobytes()
+    return pb.Up(growths=pb.Growths(**fields)).SerializeToString()
 
 
 def open_frame(**changes: Any) -> bytes:
@@ -219,6 +223,7 @@ def test_malformed_commits(changes: dict[str, Any]) -> None:
         {"parents": [-1, -1, -2]},
         {"tokens": [7, 8, 9, 10]},
         {"confidences": [0.5]},
+        {"parents": bytes(11), "tokens": bytes(11), "confidences": bytes(11)},  # two nodes and a part of one
     ],
 )
 def test_malformed_growths(changes: dict[str, Any]) -> None:
@@ -266,7 +271,7 @@ def test_too_much_of_anything() -> None:
 
 def test_nonsense_that_is_well_formed_passes() -> None:
     confidences = [float("nan"), float("inf"), -3.0]
-    first, second = decode_up(growths_frame(tokens=[2**32 - 1, 2**31, 0], confidences=confidences))
+    first, second = decode_up(growths_frame(tokens=[-1, -(2**31), 0], confidences=confidences))
     assert isinstance(first, Growth)
     assert isinstance(second, Growth)
     assert first.tokens.tolist() == [-1]

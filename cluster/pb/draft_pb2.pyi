@@ -123,10 +123,10 @@ class Growths(_message.Message):
     base_lengths: _containers.RepeatedScalarFieldContainer[int]
     base_digests: bytes
     counts: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    confidences: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, sessions: _Optional[_Iterable[int]] = ..., base_lengths: _Optional[_Iterable[int]] = ..., base_digests: _Optional[bytes] = ..., counts: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
+    parents: bytes
+    tokens: bytes
+    confidences: bytes
+    def __init__(self, sessions: _Optional[_Iterable[int]] = ..., base_lengths: _Optional[_Iterable[int]] = ..., base_digests: _Optional[bytes] = ..., counts: _Optional[_Iterable[int]] = ..., parents: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., confidences: _Optional[bytes] = ...) -> None: ...
 
 class NeedPrefix(_message.Message):
     __slots__ = ("sessions",)
