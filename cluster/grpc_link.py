@@ -9,6 +9,7 @@ from grpc import StatusCode
 from cluster.address import parse_address
 from cluster.http2 import Connection, Headers
 from cluster.link import LinkError, Pipe, PipeLink, close_pipes
+from cluster.near import dial_near
 from cluster.speculate import ACCEPTED, PATH, LinkOptions
 from cluster.wire import decode_up, encode_down
 from engine.types import Down, Up
@@ -35,6 +36,7 @@ class ClientLink(PipeLink[Down, Up]):
 def connect(address: str, timeout_s: float, options: LinkOptions | None = None) -> ClientLink:
     """The target's end of a new stream to the draft server at `address` ("host:port"); waits for a server that starts.
 
+    On the draft's own machine, and by the address that it knows itself by, the stream goes through a unix socket.
     Raises LinkError when the stream is refused, or not accepted within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
@@ -57,6 +59,8 @@ def connect(address: str, timeout_s: float, options: LinkOptions | None = None) 
 def _dial(address: str, deadline: float) -> socket.socket | None:
     """A connection, as soon as somebody listens; None once the deadline has passed."""
     while (left_s := deadline - time.monotonic()) > 0:
+        if (near := dial_near(address, left_s)) is not None:
+            return near
         try:
             return socket.create_connection(parse_address(address), left_s)
         except OSError:

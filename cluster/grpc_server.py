@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from cluster.http2 import Connection, Headers
 from cluster.link import Link, LinkError, Pipe, PipeLink, close_pipes
+from cluster.near import listen_near
 from cluster.speculate import ACCEPTED, PATH, SERVICE, LinkOptions
 from cluster.wire import decode_down, encode_up
 from engine.types import Down, Up
@@ -62,15 +63,22 @@ class DraftServer:
         self._listener = _listen(host, port)
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._listener.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept, name="paceline-draft-listener", daemon=True)
-        self._accepting.start()
+        near = listen_near(self.address)
+        self._listeners = [self._listener] if near is None else [self._listener, near]
+        self._accepting = [
+            threading.Thread(target=self._accept, args=[each], name="paceline-draft-listener", daemon=True)
+            for each in self._listeners
+        ]
+        for thread in self._accepting:
+            thread.start()
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more streams, gives those there are `grace_s` seconds to end, then ends them; waits for that."""
         self._serving = False
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
-        self._accepting.join()
+        for listener, thread in zip(self._listeners, self._accepting, strict=True):
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            thread.join()
         with self._changed:
             self._changed.wait_for(lambda: self._streams == 0, grace_s)
             connections = list(self._connections)
@@ -98,10 +106,10 @@ class DraftServer:
         with self._changed:
             self._connections.discard(served)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while self._serving:
             try:
-                connected, _ = self._listener.accept()
+                connected, _ = listener.accept()
             except OSError:
                 time.sleep(_AGAIN_S)  # it ends, or no file can be opened
                 continue
@@ -109,7 +117,7 @@ class DraftServer:
                 self._serve(connected)
             else:
                 connected.close()
-        self._listener.close()
+        listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
         served = None

@@ -90,7 +90,8 @@ class Connection:
 
     def __init__(self, connected: socket.socket, handler: Handler, options: LinkOptions, client: bool) -> None:
         """Takes the socket over; `start` begins to read."""
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setblocking(False)
         self._socket = connected
         self._handler = handler

@@ -1,11 +1,14 @@
 """Links: what arrives, what is lost, who notices, and that nothing is left behind."""
 
+import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from random import Random
 from typing import Any, TypeVar
 
@@ -88,13 +91,22 @@ def draft_server(options: LinkOptions | None = None) -> Iterator[Draft]:
 
 
 @contextmanager
-def grpc_ends() -> Iterator[Ends]:
+def grpc_ends(far: bool = False) -> Iterator[Ends]:
     with draft_server() as draft:
-        target = connect(draft.server.address, PATIENCE_S)
+        target = connect(far_address(draft) if far else draft.server.address, PATIENCE_S)
         try:
             yield target, draft.next_link()
         finally:
             target.close()
+
+
+def far_address(draft: Draft) -> str:
+    """One that the draft doesn't know itself by, so that it is dialled as on another machine."""
+    return draft.server.address.replace("127.0.0.1", "localhost")
+
+
+def tcp_ends() -> AbstractContextManager[Ends]:
+    return grpc_ends(far=True)
 
 
 @contextmanager
@@ -116,15 +128,20 @@ def memory_ends() -> Iterator[Ends]:
 
 
 @contextmanager
-def attended_ends() -> Iterator[Ends]:
+def attended_ends(far: bool = False) -> Iterator[Ends]:
     """Whose owners read themselves when they receive; who waits, waits for another thread all the same."""
-    with grpc_ends() as pair:
+    with grpc_ends(far) as pair:
         assert all((link.attend() or 0) > 0 for link in pair)
         yield pair
 
 
+def attended_tcp_ends() -> AbstractContextManager[Ends]:
+    return attended_ends(far=True)
+
+
 @pytest.fixture(
-    params=[memory_ends, grpc_ends, attended_ends, grpcio_ends], ids=["memory", "grpc", "attended", "grpcio"]
+    params=[memory_ends, grpc_ends, tcp_ends, attended_ends, attended_tcp_ends, grpcio_ends],
+    ids=["memory", "grpc", "tcp", "attended", "attended-tcp", "grpcio"],
 )
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     with request.param() as pair:
@@ -373,6 +390,60 @@ def test_a_server_that_starts_later_is_waited_for() -> None:
     server = DraftServer("127.0.0.1", port, lambda _: None)
     links.get(timeout=PATIENCE_S).close()
     server.stop()
+
+
+def family(link: Link[Any, Any]) -> socket.AddressFamily:
+    """Of the socket that a link's owner reads."""
+    with socket.socket(fileno=os.dup(link.attend() or -1)) as seen:
+        return seen.family
+
+
+def test_on_one_machine_a_unix_socket_is_found() -> None:
+    with grpc_ends() as near:
+        assert {family(link) for link in near} == {socket.AF_UNIX}
+    with grpc_ends(far=True) as far:
+        assert {family(link) for link in far} == {socket.AF_INET}
+
+
+def test_a_draft_on_the_same_port_of_another_host_is_not_taken_for_it() -> None:
+    """As behind a tunnel: what listens at the dialled address counts, not who has the same port elsewhere."""
+    with draft_server() as draft:
+        port = int(draft.server.address.rpartition(":")[2])
+        other = DraftServer("127.0.0.2", port, lambda link: None)
+        try:
+            connect(draft.server.address, PATIENCE_S).close()
+            draft.next_link()
+        finally:
+            other.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_users_socket_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = f"""
+import os, socket, sys
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0paceline-draft/127.0.0.1:{port}")
+listener.listen()
+print("listens", flush=True)
+sys.stdin.read()
+"""
+    taker = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert taker.stdin is not None
+    assert taker.stdout is not None
+    try:
+        assert taker.stdout.readline() == b"listens\n"
+        server = DraftServer("127.0.0.1", port, lambda link: None)  # has no such socket: the name is taken
+        target = connect(server.address, PATIENCE_S)
+        assert family(target) == socket.AF_INET
+        target.close()
+        server.stop()
+    finally:
+        taker.stdin.close()
+        assert taker.wait(PATIENCE_S) == 0
+        taker.stdout.close()
 
 
 def test_a_taken_port_is_refused() -> None:
