@@ -274,8 +274,10 @@ class Connection:
 
     def _flush(self) -> None:
         self._unsent += self._h2.data_to_send()
+        if not self._unsent:
+            return
         try:
-            sent = self._socket.send(self._unsent) if self._unsent else 0
+            sent = self._socket.send(self._unsent)
         except BlockingIOError:
             sent = 0
         except OSError:

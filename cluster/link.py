@@ -94,6 +94,7 @@ class Pipe:
     def __init__(self) -> None:
         self.closed = False
         self.dropped = 0
+        self.reading = False  # its reader puts into it himself just now, and need not be told
         self.on_readable: Callable[[], None] | None = None  # the reader's notify
         self.on_idle: Callable[[], None] | None = None  # the writer's notify
         self._changed = threading.Condition(threading.Lock())
@@ -115,21 +116,27 @@ class Pipe:
                 self._bytes -= len(self._frames.popleft()[1])
                 self.dropped += 1
             self._changed.notify()
-        _call(self.on_readable)
+        if not self.reading:
+            _call(self.on_readable)
 
     def take(self) -> bytes | None:
         """The next frame for a transport, which holds it until it calls again; blocks; None once closed."""
-        self._settle()
-        with self._changed:
-            while not self.readable():
-                self._changed.wait()
-            return self._take_first()
+        frame = self.take_now()
+        while frame is None and not self.closed:
+            with self._changed:
+                while not self.readable():
+                    self._changed.wait()
+                frame = self._take_first()
+        return frame
 
     def take_now(self) -> bytes | None:
         """The same for a transport that doesn't wait: None also where there is no frame."""
-        self._settle()
         with self._changed:
-            return self._take_first()
+            owed = self._settle()
+            frame = self._take_first()
+        if owed:
+            _call(self.on_idle)
+        return frame
 
     def _take_first(self) -> bytes | None:
         if self.closed or not self._frames:
@@ -145,17 +152,17 @@ class Pipe:
             frames = list(self._frames)
             self._frames.clear()
             self._bytes = 0
-        self._settle()
-        return frames
-
-    def _settle(self) -> None:
-        """The reader is done with what it took: tells the writer, if that was what it waited for."""
-        with self._changed:
-            self._taken = False
-            owed = self._idle_missed and not self._frames
-            self._idle_missed = self._idle_missed and not owed
+            owed = self._settle()
         if owed:
             _call(self.on_idle)
+        return frames
+
+    def _settle(self) -> bool:
+        """The reader is done with what it took; whether that was what the writer waited for. The lock is held."""
+        self._taken = False
+        owed = self._idle_missed and not self._frames
+        self._idle_missed = self._idle_missed and not owed
+        return owed
 
     def idle(self) -> bool:
         """Whether everything put was taken and passed on; if not, `on_idle` is called when it is."""
@@ -228,7 +235,9 @@ class PipeLink(Generic[Out, In]):
     def receive_timed(self) -> list[tuple[float, In]]:
         messages: list[tuple[float, In]] = []
         if self._attends and self._source is not None:
+            self._incoming.reading = True
             self._source.read()
+            self._incoming.reading = False  # what another thread puts after this is told; what it put before is taken below
         if not self._incoming.readable():
             return messages
         for put, frame in self._incoming.take_all():
