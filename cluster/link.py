@@ -237,7 +237,9 @@ class PipeLink(Generic[Out, In]):
         if self._attends and self._source is not None:
             self._incoming.reading = True
             self._source.read()
-            self._incoming.reading = False  # what another thread puts after this is told; what it put before is taken below
+            self._incoming.reading = (
+                False  # what another thread puts after this is told; what it put before is taken below
+            )
         if not self._incoming.readable():
             return messages
         for put, frame in self._incoming.take_all():

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from engine.compiled import compiled
+from engine.compiled import compiled, widened
 from engine.prefix import UNKNOWN, PrefixCache
 from engine.types import FloatArray, IntArray
 
@@ -31,6 +31,19 @@ def numbers_of(tensor: torch.Tensor) -> FloatArray:
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     numbers: FloatArray = bits.numpy()
     return numbers
+
+
+@partial(compiled, long=True)
+def _finite_in(data: FloatArray, start: int, stop: int) -> bool:
+    """Whether the numbers of some slots are, or their sum at least is not. data: [layers, 2, kv_heads, slots, head_dim]."""
+    total = np.float32(0)
+    for layer in range(data.shape[0]):
+        for kind in range(2):
+            for head in range(data.shape[2]):
+                numbers = data[layer, kind, head, start:stop].reshape(-1)
+                for i in range(len(numbers)):
+                    total += widened(numbers[i])
+    return bool(np.isfinite(total))
 
 
 @partial(compiled, long=True)
@@ -249,6 +262,8 @@ class KVPool:
         self._free[pages] = (self._holders[pages] == 0) & (self._cache.used[pages] == UNKNOWN)
 
     def _is_finite(self, page: int) -> bool:
+        if self.data.is_cpu and self.data.dtype in (torch.float32, torch.bfloat16):
+            return _finite_in(numbers_of(self.data), page * self.page_size, (page + 1) * self.page_size)
         return bool(self._data_of(page).sum(dtype=torch.float32).isfinite())  # no sum is, where a value is not
 
     def _data_of(self, page: int) -> torch.Tensor:

@@ -273,7 +273,21 @@ def frontier(nodes: Nodes, size: int, count: int, max_depth: int) -> IntArray:
 @compiled
 def best(probability: FloatArray, count: int) -> IntArray:
     """See TokenTree.best."""
-    return np.sort(top(probability[1:], count)) + np.int32(1)
+    values = probability[1:]
+    size = len(values)
+    if count >= size:
+        return np.arange(1, size + 1).astype(np.int32)
+    found = np.empty(count, np.int32)
+    if count > 0:
+        least = np.partition(values, size - count)[size - count]
+        equal = count - (values > least).sum()  # of those that are no larger, the first ones
+        n = 0
+        for i in range(size):
+            if values[i] > least or (values[i] == least and equal > 0):
+                equal -= values[i] == least
+                found[n] = i + 1
+                n += 1
+    return found
 
 
 @compiled
