@@ -14,6 +14,7 @@ from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.drafters import Drafter
 from engine.drafters.ngram import Earned, Lookup
+from engine.huge_pages import use_huge_pages
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
 from engine.tree_loops import all_known
@@ -36,6 +37,8 @@ def warm_up(
     warm_up_loops()
     gc.collect()
     gc.freeze()
+    if runner.pool.data.is_cpu:
+        use_huge_pages()
     atexit.register(gc.unfreeze)  # libraries complain of what is never freed
     lease = runner.pool.lease(256)
     try:
