@@ -5,6 +5,7 @@ what was committed, hand out the tokens.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -38,6 +39,7 @@ TARGET_FAILED = (
     "the target failed"  # the error of every request when a target's loop ends: others could go on with them
 )
 _RENEW_EVERY_S = 5.0
+_AWAKE_S = 0.001  # of a wait for growth: it comes sooner than a core that sleeps, in a virtual machine, is woken
 
 
 class TargetReplica:
@@ -289,7 +291,11 @@ class TargetReplica:
             self._loop.listen()
             self._drafts.receive()
             arrived = any(self._state.hit(running.session) for running in missed)
-            if not arrived and (self._loop.asked or not self._loop.pause(left)):
+            if arrived or self._loop.asked:
+                break
+            if left > limit_s - _AWAKE_S:
+                os.sched_yield()  # who shares this core goes first
+            elif not self._loop.pause(left):
                 break
         waited = time.monotonic() - started
         self._patience.waited(waited, arrived)

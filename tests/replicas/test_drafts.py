@@ -258,6 +258,5 @@ def test_sessions_that_nobody_renews_end(draft: ModelRunner, monkeypatch: pytest
         near.send([Open(1, (1, 2, 3), SamplingParams())])
         assert near.wait(PATIENCE_S)  # it grew
         until(lambda: drafts.stats().sessions == 0, "the lease runs out")
-        assert drafts.wait_idle(PATIENCE_S)
-        assert draft.pool.used_pages == 0
+        until(lambda: draft.pool.used_pages == 0, "its pages are free")  # in the same turn, which nobody waits for
         assert near.alive
