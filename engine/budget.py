@@ -299,6 +299,7 @@ class Patience:
     """
 
     _RATE = 0.2  # weight of the newest observation
+    _FAR = 2.0  # times what is believed: a wait that took longer counts as this, so that one in vain doesn't end all others
     _LOOK_EVERY, _RAREST = 8, 1024  # misses
 
     def __init__(self) -> None:
@@ -322,7 +323,8 @@ class Patience:
     def waited(self, seconds: float, arrived: bool) -> None:
         """A wait ended."""
         self._waited = arrived
-        self._reaction_s = self._blend(self._reaction_s, seconds if arrived else 2 * seconds)
+        most = self._FAR * self._reaction_s if self._reaction_s else math.inf
+        self._reaction_s = self._blend(self._reaction_s, min(seconds if arrived else 2 * seconds, most))
         self._look_every = min(2 * self._look_every, self._RAREST)
 
     def stepped(self, seconds: float, tokens: int, accepted: int, verified: bool) -> None:

@@ -397,3 +397,13 @@ def test_a_draft_that_became_quick_is_waited_for_again() -> None:
         patience.stepped(0.01, 2, 1, verified=True)
     assert patience.limit_s() > 0
     assert patience.limit_s() > 0
+
+
+def test_one_wait_in_vain_ends_no_others_and_several_in_a_row_do() -> None:
+    patience = fed(reaction_s=0.003)
+    patience.waited(patience.limit_s(), arrived=False)
+    assert patience.limit_s() > 0
+    for _ in range(10):
+        patience.waited(0.02, arrived=False)
+        patience.stepped(0.01, 2, 1, verified=True)
+    assert sum(patience.limit_s() > 0 for _ in range(32)) == 4
