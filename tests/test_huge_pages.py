@@ -25,6 +25,7 @@ def reserved(size: int) -> mmap.mmap:
 
 @pytest.mark.skipif(not ROLLUP.exists(), reason="only Linux says what a process' memory is")
 def test_what_was_written_is_kept_and_what_was_not_takes_no_memory() -> None:
+    use_huge_pages()  # what other tests have left
     with reserved(16 * MIB) as written, reserved(256 * MIB) as untouched:
         content = bytes(range(256)) * (len(written) // 256)
         written[:] = content
