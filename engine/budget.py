@@ -299,7 +299,7 @@ class Patience:
     """
 
     _RATE = 0.2  # weight of the newest observation
-    _FAR = 2.0  # times what is believed: a wait that took longer counts as this, so that one in vain doesn't end all others
+    _FAR = 2.0  # times what waits are worth, or take: a longer one counts as this, so that one in vain ends no others
     _LOOK_EVERY, _RAREST = 8, 1024  # misses
 
     def __init__(self) -> None:
@@ -315,16 +315,20 @@ class Patience:
     def limit_s(self) -> float:
         """Seconds to wait at most after a miss; 0 is not at all."""
         self._misses += 1
-        worth = self._accepted * self._token_s - max(0.0, self._verifying_s - self._alone_s)
+        worth = self._worth_s()
         if self._reaction_s < worth:
             return 2 * worth
         return self._token_s if self._misses % self._look_every == 0 else 0.0
 
+    def _worth_s(self) -> float:
+        return self._accepted * self._token_s - max(0.0, self._verifying_s - self._alone_s)
+
     def waited(self, seconds: float, arrived: bool) -> None:
         """A wait ended."""
         self._waited = arrived
-        most = self._FAR * self._reaction_s if self._reaction_s else math.inf
-        self._reaction_s = self._blend(self._reaction_s, min(seconds if arrived else 2 * seconds, most))
+        most = self._FAR * max(self._reaction_s, self._worth_s())
+        taken = seconds if arrived else 2 * seconds
+        self._reaction_s = self._blend(self._reaction_s, min(taken, most) if self._reaction_s else taken)
         self._look_every = min(2 * self._look_every, self._RAREST)
 
     def stepped(self, seconds: float, tokens: int, accepted: int, verified: bool) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from engine.compiled import compiled, widened
+from engine.compiled import COMPILES, compiled, widened
 from engine.prefix import UNKNOWN, PrefixCache
 from engine.types import FloatArray, IntArray
 
@@ -262,7 +262,7 @@ class KVPool:
         self._free[pages] = (self._holders[pages] == 0) & (self._cache.used[pages] == UNKNOWN)
 
     def _is_finite(self, page: int) -> bool:
-        if self.data.is_cpu and self.data.dtype in (torch.float32, torch.bfloat16):
+        if COMPILES and self.data.is_cpu and self.data.dtype in (torch.float32, torch.bfloat16):
             return _finite_in(numbers_of(self.data), page * self.page_size, (page + 1) * self.page_size)
         return bool(self._data_of(page).sum(dtype=torch.float32).isfinite())  # no sum is, where a value is not
 

@@ -278,16 +278,16 @@ def best(probability: FloatArray, count: int) -> IntArray:
     if count >= size:
         return np.arange(1, size + 1).astype(np.int32)
     found = np.empty(count, np.int32)
+    n = 0
     if count > 0:
         least = np.partition(values, size - count)[size - count]
         equal = count - (values > least).sum()  # of those that are no larger, the first ones
-        n = 0
         for i in range(size):
             if values[i] > least or (values[i] == least and equal > 0):
                 equal -= values[i] == least
                 found[n] = i + 1
                 n += 1
-    return found
+    return found[:n]
 
 
 @compiled

@@ -407,3 +407,18 @@ def test_one_wait_in_vain_ends_no_others_and_several_in_a_row_do() -> None:
         patience.waited(0.02, arrived=False)
         patience.stepped(0.01, 2, 1, verified=True)
     assert sum(patience.limit_s() > 0 for _ in range(32)) == 4
+
+
+def test_waits_that_are_often_in_vain_are_given_up() -> None:
+    patience = fed(reaction_s=0.003)
+    waits = 0
+    for miss in range(400):
+        limit = patience.limit_s()
+        if limit > 0:
+            waits += 1
+            arrived = miss % 5 > 1  # three of five
+            patience.waited(0.003 if arrived else limit, arrived)
+            patience.stepped(0.01, 2 if arrived else 1, int(arrived), verified=arrived)
+        else:
+            patience.stepped(0.01, 1, 0, verified=False)
+    assert waits < 200
