@@ -143,7 +143,9 @@ class Loop:
                 self._do_asked()
                 more = self._turn()
                 self._began = None
-                if not more:
+                if more:
+                    self._idle.clear()  # what a turn reads itself wakes nobody
+                else:
                     self._rest()
                 self.listen()
             self._do_asked()

@@ -216,16 +216,20 @@ class TargetReplica:
         forward_s = time.monotonic() - forward_started
         self.trace.add("target step", forward_started, rows_of(plans))
         self._shared.stepped(plans, outcomes)
+        self._account(plans, outcomes, forward_s)
         self._drafts.receive()  # what grew during the step, before the roots move
         for plan, outcome in zip(plans, outcomes, strict=True):
-            self._commit(self._running[plan.sequence.request.request_id], plan, outcome)
+            running = self._running[plan.sequence.request.request_id]
+            self._commit(running, plan, outcome)
+            if plan.sequence.finish_reason is not None:
+                self._tell(running, outcome)  # at once: drafts hear of the end with the last commit
         decoded = any(outcome.decoded for outcome in outcomes)
         if decoded:
             self._drafts.stepped()
-        self._drafts.send()  # and only then all the rest, which the drafts need not wait for
-        self._account(plans, outcomes, forward_s)
+        self._drafts.send()  # and only then the clients hear of it, whom the drafts need not wait for
         for outcome in outcomes:
-            self._tell(self._running[outcome.sequence.request.request_id], outcome)
+            if outcome.sequence.finish_reason is None:
+                self._tell(self._running[outcome.sequence.request.request_id], outcome)
         if decoded:
             step_s = time.monotonic() - started
             self._stats.active_s += step_s
