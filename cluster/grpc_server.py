@@ -60,11 +60,11 @@ class DraftServer:
             f"/{HEALTH}/Check": self._check,
             f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": self._describe,
         }
-        self._listener = _listen(host, port)
+        listener = _listen(host, port)
         shown = f"[{host}]" if ":" in host else host
-        self.address = f"{shown}:{self._listener.getsockname()[1]}"
+        self.address = f"{shown}:{listener.getsockname()[1]}"
         near = listen_near(self.address)
-        self._listeners = [self._listener] if near is None else [self._listener, near]
+        self._listeners = [listener] if near is None else [listener, near]
         self._accepting = [
             threading.Thread(target=self._accept, args=[each], name="paceline-draft-listener", daemon=True)
             for each in self._listeners

@@ -121,12 +121,9 @@ class Pipe:
 
     def take(self) -> bytes | None:
         """The next frame for a transport, which holds it until it calls again; blocks; None once closed."""
-        frame = self.take_now()
-        while frame is None and not self.closed:
+        while (frame := self.take_now()) is None and not self.closed:
             with self._changed:
-                while not self.readable():
-                    self._changed.wait()
-                frame = self._take_first()
+                self._changed.wait_for(self.readable)
         return frame
 
     def take_now(self) -> bytes | None:
@@ -237,9 +234,7 @@ class PipeLink(Generic[Out, In]):
         if self._attends and self._source is not None:
             self._incoming.reading = True
             self._source.read()
-            self._incoming.reading = (
-                False  # what another thread puts after this is told; what it put before is taken below
-            )
+            self._incoming.reading = False  # who puts something after this tells; what was put before is taken below
         if not self._incoming.readable():
             return messages
         for put, frame in self._incoming.take_all():

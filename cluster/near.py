@@ -1,8 +1,8 @@
 """Both ends on one machine: a unix socket, found by the address of the draft's TCP port.
 
-In the kernel a message costs a third there of what it costs through TCP, and both ends pay that between two steps, with cold
-caches (benchmarks/README.md). The name is in Linux' abstract namespace: like a port it belongs to a network namespace and
-goes with its process, so who dials "host:port" finds nobody else there.
+Through TCP the kernel runs the whole way to the other end within `send`, between two steps and with cold caches: here that
+takes a fifth to a third less (benchmarks/README.md). The name is in Linux' abstract namespace: like a port it belongs to a
+network namespace and goes with its process, so who dials "host:port" finds nobody else there.
 """
 
 import os

@@ -214,9 +214,8 @@ class TargetReplica:
             self._end(self._running[error.request_id].submitted, "error", str(error))
             return
         forward_s = time.monotonic() - forward_started
-        self.trace.add("target step", forward_started, rows_of(plans))
         self._shared.stepped(plans, outcomes)
-        self._account(plans, outcomes, forward_s)
+        self._account(plans, outcomes, forward_s, forward_started)
         self._drafts.receive()  # what grew during the step, before the roots move
         for plan, outcome in zip(plans, outcomes, strict=True):
             running = self._running[plan.sequence.request.request_id]
@@ -228,7 +227,7 @@ class TargetReplica:
             self._drafts.stepped()
         self._drafts.send()  # and only then the clients hear of it, whom the drafts need not wait for
         for outcome in outcomes:
-            if outcome.sequence.finish_reason is None:
+            if outcome.tokens and outcome.sequence.finish_reason is None:
                 self._tell(self._running[outcome.sequence.request.request_id], outcome)
         if decoded:
             step_s = time.monotonic() - started
@@ -307,11 +306,13 @@ class TargetReplica:
         self.trace.add("wait", started, int(arrived))
         return waited
 
-    def _account(self, plans: list[Plan], outcomes: list[Outcome], forward_s: float) -> None:
-        """What a step is remembered by: the statistics, the cost of its rows."""
+    def _account(self, plans: list[Plan], outcomes: list[Outcome], forward_s: float, started: float) -> None:
+        """What a step is remembered by: the trace, the statistics, the cost of its rows."""
+        rows = rows_of(plans)
+        self.trace.add("target step", started, rows)
         self._tally.step(plans, outcomes, forward_s)
         if self._on_step is not None and outcomes and all(outcome.decoded for outcome in outcomes):
-            self._on_step(rows_of(plans), 1000 * forward_s)
+            self._on_step(rows, 1000 * forward_s)
 
     def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float, waited_s: float) -> None:
         """What a step brought and how long it took says how long the next miss may wait, and where drafts are best."""
@@ -345,8 +346,6 @@ class TargetReplica:
 
     def _tell(self, running: Running, outcome: Outcome) -> None:
         """What a step brought goes to the client, now or a little later."""
-        if not outcome.tokens and outcome.sequence.finish_reason is None:
-            return
         running.buffered += outcome.tokens
         running.origins += ["draft"] * outcome.accepted
         running.origins += ["target"] * (len(outcome.tokens) - outcome.accepted)

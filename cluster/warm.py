@@ -32,14 +32,15 @@ def warm_up(
 ) -> None:
     """Runs every common row count, which compiles its kernels, and tells the cost model the median time by the clock.
 
-    What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps.
+    What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps; on CPUs it moves
+    into huge pages.
     """
     warm_up_loops()
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain of what is never freed
     if runner.pool.data.is_cpu:
         use_huge_pages()
-    atexit.register(gc.unfreeze)  # libraries complain of what is never freed
     lease = runner.pool.lease(256)
     try:
         runner.forward([chain_rows(lease, start, [0]) for start in (64, 128)])  # several sequences go another way

@@ -19,7 +19,7 @@ from engine import torch_calls
 from engine.attention import Layout, Longs
 from engine.compiled import compiled, exponential, widened
 from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
-from engine.kv import KVPool, numbers_of
+from engine.kv import KVPool, finite, numbers_of
 from engine.noise import Keys, Loud, make_loud
 from engine.page_attention import attend, consistent, store
 from engine.sampling import Best, rank, scaled
@@ -213,16 +213,7 @@ def best_tokens(
             leave()
     states, logits = states[:n], logits[:n]
     tokens_found, scores, clear = rank(scaled(logits, temperatures), temperatures > 0, keys, count, kept)
-    return states, logits, _finite(logits.ravel()), tokens_found, scores, clear
-
-
-@_long
-def _finite(numbers: FloatArray) -> bool:
-    """Whether all are, or their sum at least is not; a sum, since compilers make vectors of it."""
-    total = np.float32(0)
-    for i in range(len(numbers)):
-        total += numbers[i]
-    return bool(np.isfinite(total))
+    return states, logits, finite(logits.ravel()), tokens_found, scores, clear
 
 
 @_long

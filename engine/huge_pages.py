@@ -18,12 +18,12 @@ def use_huge_pages() -> None:
     Half a GB a second. What was only reserved stays so, but for the rest of a page of which some was used.
     """
     try:
-        lines = _MAPS.read_bytes().split(b"\n")  # names of files may be anything
+        lines = _MAPS.read_bytes().strip().split(b"\n")  # names of files may be anything
         advise = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):  # not Linux
         return
     for line in lines:
-        addresses, access, _, _, file, *name = line.split() or [b""] * 5
+        addresses, access, _, _, file, *name = line.split()
         if access == b"rw-p" and file == b"0" and name in ([], [b"[heap]"]):
             start, stop = (int(address, 16) for address in addresses.split(b"-"))
             first, last = -(-start // _SIZE) * _SIZE, stop // _SIZE * _SIZE

@@ -34,16 +34,23 @@ def numbers_of(tensor: torch.Tensor) -> FloatArray:
 
 
 @partial(compiled, long=True)
-def _finite_in(data: FloatArray, start: int, stop: int) -> bool:
-    """Whether the numbers of some slots are, or their sum at least is not. data: [layers, 2, kv_heads, slots, head_dim]."""
+def finite(numbers: FloatArray) -> bool:
+    """Whether all of them [n], from numbers_of, are, or their sum at least is not; compilers make vectors of a sum."""
     total = np.float32(0)
+    for i in range(len(numbers)):
+        total += widened(numbers[i])
+    return bool(np.isfinite(total))
+
+
+@partial(compiled, long=True)
+def _finite_in(data: FloatArray, start: int, stop: int) -> bool:
+    """Whether the numbers of some slots are. data: [layers, 2, kv_heads, slots, head_dim]."""
     for layer in range(data.shape[0]):
         for kind in range(2):
             for head in range(data.shape[2]):
-                numbers = data[layer, kind, head, start:stop].reshape(-1)
-                for i in range(len(numbers)):
-                    total += widened(numbers[i])
-    return bool(np.isfinite(total))
+                if not finite(data[layer, kind, head, start:stop].reshape(-1)):
+                    return False
+    return True
 
 
 @partial(compiled, long=True)

@@ -31,12 +31,10 @@ _UNIT = 2.0**-52  # 52 random bits and a half: never 0, never 1, and the largest
 _LOUD = 256  # tokens with the largest noise at a position that are looked at whatever their logits are, about
 _LEAST = float(np.finfo(np.float32).min)
 _BLOCK = 512  # tokens that are hashed together
-_TOGETHER = 64  # logits that are compared together
+TOGETHER = 64  # logits that are compared together
 _SPARE = 4  # contenders kept beside those asked for: ties within rounding
-_PLACES, _ROOM = (
-    256,
-    384,
-)  # positions whose loud tokens are kept, and how many of one: eight standard deviations above _LOUD
+_PLACES = 256  # positions whose loud tokens are kept
+_ROOM = 384  # of them at one position: eight standard deviations above _LOUD
 
 
 class Loud(NamedTuple):
@@ -159,9 +157,9 @@ def _contenders(
                 if score > best[room - 1]:
                     _insert(best, found, theirs, score, loud[i], _uniform(_bits(key, np.uint64(loud[i]))))
             limit = _limit(best[room - 1], bound)
-            for start in range(0, size, _TOGETHER):
-                stop = min(start + _TOGETHER, size)
-                if not _reaches(mine[start:stop], limit):
+            for start in range(0, size, TOGETHER):
+                stop = min(start + TOGETHER, size)
+                if not reaches(mine[start:stop], limit):
                     continue
                 for token in range(start, stop):
                     if mine[token] >= limit:
@@ -232,7 +230,7 @@ def _limit(worst: float, bound: float) -> np.float32:
 
 
 @compiled
-def _reaches(values: FloatArray, limit: np.float32) -> bool:
+def reaches(values: FloatArray, limit: np.float32) -> bool:
     """Whether any value is at least the limit; counted, since compilers make vectors of that."""
     count = 0
     for i in range(len(values)):

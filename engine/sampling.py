@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from engine.compiled import compiled
-from engine.noise import NONE_KEPT, Keys, Loud, best_within_rounding, contenders, gumbel
+from engine.noise import NONE_KEPT, TOGETHER, Keys, Loud, best_within_rounding, contenders, gumbel, reaches
 from engine.types import BoolArray, FloatArray, IntArray, SamplingParams, TokenLogprobs
 
 _HEAD = 256  # top-p looks at this many tokens first, and at all only where they don't hold enough mass
-_TOGETHER = 64  # logits that are compared together with the least of the best
 _CANDIDATES = 16  # a draft's confidences are shares among this many tokens; sharpened, the others hold next to nothing
 NO_KEYS: Keys = np.zeros(0, np.int64)  # where all rows are greedy
 # Of a draft's softmax, which is flatter than its hit rate; less so beside noise, which takes its choices further from the
@@ -346,9 +345,9 @@ def _largest(values: FloatArray, count: int) -> tuple[IntArray, FloatArray]:
     best = np.full((rows, count), -np.inf, np.float32)
     for row in range(rows):
         least = np.float32(-np.inf)
-        for start in range(0, columns, _TOGETHER):
-            stop = min(start + _TOGETHER, columns)
-            if not _any_above(values[row, start:stop], least):
+        for start in range(0, columns, TOGETHER):
+            stop = min(start + TOGETHER, columns)
+            if not reaches(values[row, start:stop], least):
                 continue
             for column in range(start, stop):
                 value = values[row, column]
@@ -360,12 +359,3 @@ def _largest(values: FloatArray, count: int) -> tuple[IntArray, FloatArray]:
                     best[row, at], found[row, at] = value, column
                     least = best[row, count - 1]
     return found, best
-
-
-@compiled
-def _any_above(values: FloatArray, least: np.float32) -> bool:
-    """Whether any value is larger; counted, since compilers make vectors of that."""
-    count = 0
-    for i in range(len(values)):
-        count += values[i] > least
-    return count > 0

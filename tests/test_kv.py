@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.compiled import COMPILES
 from engine.kv import SCRATCH_SLOT, KVPool, Lease, PoolExhausted
 from engine.prefix import HandleChain
 from engine.types import KVHandle
@@ -149,6 +150,22 @@ def test_check_finds_what_is_not_finite_in_any_slot(slot: int, value: float) -> 
     pool.data[1, 0, 0, slot, 2] = value
     with pytest.raises(AssertionError, match="non-finite"):
         pool.check()
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_page_is_sealed_for_others_only_where_it_is_finite(
+    dtype: torch.dtype, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.kv.COMPILES", compiles and COMPILES)
+    pool = KVPool(2, 1, 4, PAGES * PAGE, dtype, page_size=PAGE)
+    names = HandleChain(range(2 * PAGE)).digests(PAGE)
+    lease = pool.lease(2 * PAGE)
+    pool.data[:, :, :, lease.slots] = -3.0
+    pool.data[1, 1, 0, lease.slots[-1], 3] = float("nan")
+    pool.seal(lease, names)
+    assert pool.lease(2 * PAGE, names).pages[0] == lease.pages[0]
+    assert len(pool._cache.find(names)) == 1
 
 
 def test_a_wiped_lease_is_finite_again_and_others_are_untouched() -> None:
