@@ -29,6 +29,7 @@ from engine.drafters.translate import OtherTokenizerDrafter
 from engine.effort import EffortWindow
 from engine.local_choice import LocalName, check_local
 from engine.runner import Dtype, ModelRunner
+from engine.sampling import candidates
 from engine.text import find_tokenizer
 
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
@@ -122,10 +123,10 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
         compile=config.compile,
         weights=config.weights,
     )
-    warm_up(runner, repeats=2)
     own = find_tokenizer(model)
     targets = _others(config.tokenizer, own)
     growing = _for_chains(config.growing) if config.chains else config.growing
+    warm_up(runner, repeats=2, count=candidates(growing.children, runner.vocab_size))
     length = growing.max_depth
     cascade = config.drafter == "cascade"
     automatic = config.drafter == "auto" and targets is None

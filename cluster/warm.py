@@ -29,11 +29,12 @@ def warm_up(
     cost: CostModel | None = None,
     repeats: int = 5,
     clock: Callable[[], float] = time.monotonic,
+    count: int = 1,
 ) -> None:
     """Runs every common row count, which compiles its kernels, and tells the cost model the median time by the clock.
 
     What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps; on CPUs it moves
-    into huge pages.
+    into huge pages. On GPUs passes are recorded that choose `count` tokens after each row.
     """
     warm_up_loops()
     gc.collect()
@@ -41,6 +42,7 @@ def warm_up(
     atexit.register(gc.unfreeze)  # libraries complain of what is never freed
     if runner.pool.data.is_cpu:
         use_huge_pages()
+    runner.record(count)
     lease = runner.pool.lease(256)
     try:
         runner.forward([chain_rows(lease, start, [0]) for start in (64, 128)])  # several sequences go another way

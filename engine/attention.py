@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -203,7 +203,7 @@ class Softmax(NamedTuple):
 class Current:
     """What the running pass needs. Attention modules hold it: not all models hand arguments on to them."""
 
-    part: Part | None = None
+    part: Any = None  # a Part, or what is one on a GPU: engine.gpu_attention.DevicePart
 
 
 class Layout:
@@ -215,37 +215,37 @@ class Layout:
         """last: the position that those beyond it count as."""
         self._pool = pool
         self._heads = heads
-        self._batch = batch
+        self.batch = batch
         self._invariant = invariant
         self._windows = set(heads.windows)
         self._by_rows = COMPILES and pool.data.is_cpu and pool.data.dtype in (torch.float32, torch.bfloat16)
         *self.starts, self.rows = accumulate((len(rows.tokens) for rows in batch), initial=0)
-        self._tokens = np.array([token for rows in batch for token in rows.tokens], np.int64)
+        self.tokens = np.array([token for rows in batch for token in rows.tokens], np.int64)
         positions = [position for rows in batch for position in rows.positions]
-        self._positions = np.minimum(np.array(positions, np.int64), last)
-        self._slots = np.concatenate([rows.slots for rows in batch])
+        self.positions = np.minimum(np.array(positions, np.int64), last)
+        self.slots = np.concatenate([rows.slots for rows in batch])
 
     def inputs(self, start: int, stop: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and positions of rows start..stop and `padding` rows behind them, int64."""
-        tokens = self._tensor(_padded(self._tokens, start, stop, padding))
-        return tokens, self._tensor(_padded(self._positions, start, stop, padding))
+        tokens = self._tensor(_padded(self.tokens, start, stop, padding))
+        return tokens, self._tensor(_padded(self.positions, start, stop, padding))
 
     def part(self, start: int, stop: int, padding: int) -> Part:
         """What the attention needs for rows start..stop and `padding` rows behind them."""
-        slots = self._tensor(_padded(self._slots, start, stop, padding))
-        if len(self._batch) == 1 and not self._invariant:
-            whole = {window: self._shared(self._batch[0], 0, padding, window) for window in self._windows}
+        slots = self._tensor(_padded(self.slots, start, stop, padding))
+        if len(self.batch) == 1 and not self._invariant:
+            whole = {window: self._shared(self.batch[0], 0, padding, window) for window in self._windows}
             return Part(self._heads, self._pool.data, slots, whole, {})
         groups = {window: self._groups(start, stop, window) for window in self._windows}
         return Part(self._heads, self._pool.data, slots, {}, groups)
 
     def seen(self, start: int, stop: int, padding: int) -> Seen:
         """The same for a compiled pass, with its inputs; it knows of no windows."""
-        tokens = _padded(self._tokens, start, stop, padding)
-        positions = _padded(self._positions, start, stop, padding)
-        write = _padded(self._slots, start, stop, padding)
+        tokens = _padded(self.tokens, start, stop, padding)
+        positions = _padded(self.positions, start, stop, padding)
+        write = _padded(self.slots, start, stop, padding)
         sequences = []
-        for rows, first in zip(self._batch, self.starts, strict=True):
+        for rows, first in zip(self.batch, self.starts, strict=True):
             low, high = max(start - first, 0), min(stop - first, len(rows.tokens))
             if low < high:
                 seen = rows.visible[low:high]
@@ -264,7 +264,7 @@ class Layout:
         """Rows that attend one by one, by sequence, and sequences that don't, with their first rows."""
         single: list[Paths] = []
         together: list[tuple[SequenceRows, int]] = []
-        for rows, first in zip(self._batch, self.starts, strict=True):
+        for rows, first in zip(self.batch, self.starts, strict=True):
             if self._invariant or (self._by_rows and _are_few(rows)):
                 single.append(self._paths(rows, first, start, stop, window))
             else:

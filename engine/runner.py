@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from engine.quantized import quantize, why_not
 from engine.recorded import FusedDecoder, fused_decoder
 from engine.sampling import NO_KEYS, best, filters
 from engine.types import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.graphs import GraphedDecoder
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ATTENTION = "paceline"
@@ -122,8 +125,11 @@ class ModelRunner:
             min(self.max_length, self.pool.capacity) - 1
         )  # position: guesses may lie beyond, what is chosen does not
         self._decoder = self._fast_decoder() if replaced else None
+        self._graphs: GraphedDecoder | None = None
         if compile:
             self._compile()
+        if device.startswith("cuda") and not invariant:
+            self._graphs = self._graphed()
 
     def _load(self) -> Any:
         register_probe()
@@ -167,6 +173,12 @@ class ModelRunner:
             return CompiledDecoder(self.model, self.pool, self._head, self._last)
         return fused_decoder(self.model, self.pool, self._heads)
 
+    def _graphed(self) -> "GraphedDecoder":
+        """On GPUs: passes are recorded."""
+        from engine.graphs import GraphedDecoder  # needs Triton, which comes with torch for GPUs alone
+
+        return GraphedDecoder(self.model.base_model, self._head, self.pool, self._heads, self._current)
+
     def _compile(self) -> None:
         """Compiles the model for any number of rows, with our attention left as it is: its keys grow with every step."""
         AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attend))
@@ -195,6 +207,8 @@ class ModelRunner:
             first.model = first_layers(self.model, count)
             if self._decoder is not None:
                 first._decoder = first._fast_decoder()
+            if self._graphs is not None:
+                first._graphs = first._graphed()
             with refusing("can't be run without its last layers"):
                 first.forward([chain_rows(lease, 0, [0, 0])])
         except Unsupported as error:
@@ -208,6 +222,9 @@ class ModelRunner:
         """Runs all rows in order and writes their KV; returns the wanted rows' logits, float32 [wanted rows, vocab_size]."""
         layout = self._layout(batch)
         wanted = _wanted(batch, layout)
+        if graphs := self._graphs_for(batch):
+            self.hidden, logits = graphs.states_and_logits(layout, np.array(wanted, np.int64))
+            return logits
         total = layout.rows
         size = self._rows if self.invariant else total
         hidden = [self._hidden(layout, start, min(start + size, total)) for start in range(0, total, size)]
@@ -220,7 +237,7 @@ class ModelRunner:
         self, batch: Sequence[SequenceRows], params: Sequence[SamplingParams], keys: torch.Tensor | None, count: int
     ) -> Passed:
         """`forward`, and the `count` best tokens of each wanted row; params and keys: as in `engine.sampling.best`."""
-        decoder = self.choosing
+        decoder = self._graphs_for(batch) or self.choosing
         if decoder is None or any(map(filters, params)):
             logits = self.forward(batch)
             finite = math.isfinite(logits.sum().item())
@@ -231,6 +248,15 @@ class ModelRunner:
         passed = decoder.best(layout, wanted, temperatures, NO_KEYS if keys is None else keys.numpy(), count)
         self.hidden = passed.states
         return passed
+
+    def _graphs_for(self, batch: Sequence[SequenceRows]) -> "GraphedDecoder | None":
+        return self._graphs if self._graphs is not None and self._graphs.suits(batch) else None
+
+    @torch.inference_mode()
+    def record(self, count: int) -> None:
+        """On GPUs: records passes of all sizes, which choose `count` tokens after each row, before any is waited for."""
+        if self._graphs is not None:
+            self._graphs.record(count)
 
     @property
     def choosing(self) -> CompiledDecoder | None:
@@ -275,6 +301,8 @@ class ModelRunner:
             return -(-rows // self._rows) * self._rows
         if isinstance(self._decoder, CompiledDecoder):
             return max(rows, self._decoder.least_rows) if rows else 0
+        if self._graphs is not None:
+            return self._graphs.called_with(rows)
         return next((bucket for bucket in (0, *_BUCKETS) if bucket >= rows), -(-rows // 64) * 64)
 
 

@@ -74,7 +74,7 @@ def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.
     for row, own in enumerate(params):
         if keys is not None and filters(own):
             values = logits[row].float() / own.temperature
-            noise = gumbel(keys[row], torch.arange(len(values), device=values.device))
+            noise = gumbel(keys[row].to(values.device), torch.arange(len(values), device=values.device))
             found[row] = min(found[row], margin_of_filters(values, noise, own, int(tokens[row, 0])))
     return found
 
@@ -251,7 +251,7 @@ def _best_on_device(
 ) -> tuple[IntArray, FloatArray]:
     """Tokens and scores of `Best`, by torch's operations."""
     if keys is not None:
-        noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
+        noise = gumbel(keys.to(values.device)[:, None], torch.arange(values.shape[-1], device=values.device))
         values = values + noise.masked_fill(torch.from_numpy(~noisy).to(values.device)[:, None], 0.0)
     if count == 1:  # topk promises nothing about ties
         tokens = values.argmax(-1, keepdim=True)

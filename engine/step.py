@@ -329,7 +329,7 @@ class Stepper:
         if not any(row.temperature > 0 for row in params):
             return None
         positions = [position + 1 for rows in batch for position in rows.positions[rows.wanted :]]
-        return noise.keys_of([(row.seed, at) for row, at in zip(params, positions, strict=True)], self.runner.device)
+        return noise.keys_of([(row.seed, at) for row, at in zip(params, positions, strict=True)])
 
 
 def _paths(rows: SequenceRows) -> Paths:

@@ -1,5 +1,12 @@
 """What several test files share: the bundled pair, loaded once, and an audit of its KV pools after every test."""
 
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything loads Triton, which then has its interpreter run kernels
+
 import json
 import shutil
 from collections.abc import Iterator
@@ -7,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast

@@ -136,7 +136,7 @@ class HeadsDrafter:
         params = [held.params for held in sessions for _ in range(heads)]
         children = self._combining.children
         logits = self._target.logits(hidden.flatten(0, 1))
-        tokens, confidences = sampling.propose(logits, params, noise.keys_of(places, logits.device), children)
+        tokens, confidences = sampling.propose(logits, params, noise.keys_of(places), children)
         return tokens.reshape(-1, heads, children), confidences.reshape(-1, heads, children)
 
 

@@ -340,10 +340,8 @@ class ModelDrafter:
         params = [part.held.params for part in parts for _ in part.nodes]
         keys = self._keys(parts) if any(part.held.params.temperature > 0 for part in parts) else None
         children = self._growing.children
-        processed = any(part.held.processors is not None for part in parts)
-        if processed or self._runner.choosing is None:
-            logits = self._runner.forward(batch)
-            return sampling.propose(self._process(parts, logits) if processed else logits, params, keys, children)
+        if any(part.held.processors is not None for part in parts):
+            return sampling.propose(self._process(parts, self._runner.forward(batch)), params, keys, children)
         passed = self._runner.best(batch, params, keys, sampling.candidates(children, self._runner.vocab_size))
         return sampling.guesses(passed.best, params, children)
 
@@ -380,4 +378,4 @@ class ModelDrafter:
         for part in parts:
             depths = part.held.tree.depth[part.nodes].tolist() if part.nodes[0] >= 0 else [0]
             where += [(part.held.params.seed, len(part.held.tokens) + depth) for depth in depths]
-        return noise.keys_of(where, self._runner.device)
+        return noise.keys_of(where)
