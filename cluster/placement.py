@@ -35,13 +35,13 @@ class Placement:
 
 
 def place(targets: int, drafts: int, gpus: int, threads: int = 1) -> tuple[list[Placement], list[Placement]]:
-    """Placements for (targets, drafts): a GPU each where there are enough, else `threads` cores each, in turn.
+    """Placements for (targets, drafts): on GPUs where there are any, else `threads` cores each, in turn.
 
-    Replicas share cores only when there are fewer than replicas need.
+    Replicas share GPUs, equally, or cores only when there are fewer than replicas need.
     """
     total = targets + drafts
-    if gpus >= total:
-        placements = [Placement(gpus=1.0) for _ in range(total)]
+    if gpus:
+        placements = [Placement(gpus=1.0 / -(-total // gpus)) for _ in range(total)]
     else:
         cores = sorted(os.sched_getaffinity(0))
         share = min(threads, len(cores))

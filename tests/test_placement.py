@@ -44,12 +44,12 @@ def test_each_replica_gets_a_gpu_where_there_are_enough() -> None:
         assert where.ray_options()["num_gpus"] == 1.0
 
 
-def test_with_too_few_gpus_everybody_gets_cores() -> None:
-    targets, drafts = place(2, 1, gpus=2)
+@pytest.mark.parametrize(("gpus", "share"), [(2, 0.5), (1, 1 / 3)])
+def test_too_few_gpus_are_shared(gpus: int, share: float) -> None:
+    targets, drafts = place(2, 1, gpus=gpus)
     for where in [*targets, *drafts]:
-        assert where.gpus == 0
-        assert where.device == "cpu"
-        assert where.cores
+        assert where == Placement(gpus=share)
+        assert where.device == "cuda"
 
 
 def test_no_drafts() -> None:
