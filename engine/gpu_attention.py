@@ -19,9 +19,7 @@ from engine.types import FloatArray, IntArray
 _KEYS = 64  # that a program reads at once, if a key has 256 bytes at most; else half of it: shared memory is small
 _NARROW, _WIDE = 16, 64  # a block's rows times the query heads that share a KV head
 _FEW = 16  # rows of a sequence that narrow blocks are for
-_FIELDS = (
-    7  # of a block: its first row, rows, prefix, the place of its pages, tree slots, their place, that of its mask
-)
+_FIELDS = 7  # of a block: first row, rows, prefix, the place of its pages, tree slots, their place, that of its mask
 _PROGRAMS = 264  # that keep a GPU busy, about
 
 

@@ -14,7 +14,7 @@ def store(
     DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row's key and value of one head."""
-    row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
+    row, head, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
     slot = tl.load(slots + row).to(tl.int64)
     inside = d < DIM
     to = store + head * head_size + slot * DIM + d
@@ -63,7 +63,7 @@ def attend(
         if WINDOWED:
             sees = sees & (beyond[None, :] | (place[None, :] > position[:, None] - window))
         there = (ahead | beyond)[:, None] & inside[None, :]
-        at = store + head * head_size + slot[:, None] * DIM + d[None, :]
+        at = store + head.to(tl.int64) * head_size + slot[:, None] * DIM + d[None, :]
         keys = tl.load(at, mask=there, other=0.0)
         score = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
         if CAPPED:

@@ -70,8 +70,11 @@ class GraphedDecoder:
         return next((each for each in (0, *ROWS) if each >= rows), -(-rows // ROWS[-1]) * ROWS[-1])
 
     def record(self, count: int) -> None:
-        """Records all passes of up to ROWS[-1] rows that choose `count` tokens after each row or none: seconds."""
-        for rows, wide in product(ROWS, (False, True)):
+        """Records all passes of up to ROWS[-1] rows that choose `count` tokens after each row or none: seconds.
+
+        The largest first: what it computes in is enough for the others.
+        """
+        for rows, wide in product(reversed(ROWS), (True, False)):
             self._told.zero_()  # rows of no block
             for kind in (_Kind(rows, wide, 0, False), _Kind(rows, wide, count, False), _Kind(rows, wide, count, True)):
                 self._run(kind)
@@ -132,15 +135,18 @@ class GraphedDecoder:
 
     def _record(self, kind: _Kind) -> None:
         """Gives up for good with a model that waits for what it computed: such a thing can't be recorded."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        before, stream = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             for _ in range(_TRIES):
                 self._compute(kind)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(before),  # which a recording that fails does not go back to by itself
+                torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+            ):
                 results = self._compute(kind)
         except RuntimeError as error:
             self.records = False
