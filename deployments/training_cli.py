@@ -167,18 +167,26 @@ def expand(
     model: Annotated[Path, typer.Argument(help="checkpoint folder")],
     layers: Annotated[int, typer.Option(min=1, help="decoder layers of the new model")],
     out: Annotated[Path, typer.Option(help="folder that gets the new checkpoint")],
+    hidden_size: Annotated[
+        int | None, typer.Option(min=1, help="a multiple of the model's own", show_default="as it is")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(min=1, help="a multiple of the model's own", show_default="as it is")
+    ] = None,
 ) -> None:
     """Makes a model larger without changing its output, so that a benchmark has a target of any size.
 
-    The added layers cost what layers cost, and add nothing: their output projections are zero.
+    The added layers, heads and units cost what such things cost, and add nothing.
 
-    [dim]Example[/dim]
+    [dim]Examples[/dim]
 
       paceline expand models/code-target --layers 24 --out build/code-target-24
+
+      paceline expand models/code-target --layers 32 --hidden-size 4224 --intermediate-size 14336 --out build/as-8b
     """
     with one_line_errors():
         check_checkpoint(model)
         from engine.expand import expand as run
 
-        parameters = run(model, layers, out)
+        parameters = run(model, layers, out, hidden_size, intermediate_size)
     typer.echo(f"written: {out}, {parameters / 1e6:.1f} M parameters")

@@ -53,6 +53,42 @@ def test_families_give_the_same_greedy_text(tmp_path: Path, name: str) -> None:
     assert [generation.tokens for generation in decode(runner, requests)] == expected
 
 
+def test_a_wider_model_is_larger_and_gives_the_same_logits(tmp_path: Path, prompts: list[exact.Tokens]) -> None:
+    expand(exact.DRAFT, 3, tmp_path, hidden_size=576, intermediate_size=1024)
+    layer = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[2]
+    assert layer.mlp.down_proj.weight.shape == (576, 1024)
+    assert layer.self_attn.q_proj.weight.shape == (576, 576)
+    assert layer.self_attn.k_proj.weight.shape == (192, 576)
+    tokens = list(prompts[0][:32])
+    torch.testing.assert_close(logits(tmp_path, tokens), logits(exact.DRAFT, tokens))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "gemma2"])
+def test_wider_families_give_the_same_greedy_text(tmp_path: Path, name: str) -> None:
+    small = save(name, FAMILIES[name], tmp_path / "small")
+    wide = dict(intermediate_size=288) if name == "gemma2" else dict(hidden_size=128)  # it scales by the hidden size
+    expand(small, 4, tmp_path / "large", **wide)
+    prompts = [tuple(range(3, 3 + length)) for length in (1, 12)]
+    expected = exact.transformers_greedy(small, prompts, 16)
+    assert exact.transformers_greedy(tmp_path / "large", prompts, 16) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("llama", 100, "no multiple of the model's own, 64"),
+        ("gemma2", 128, "more width changes the output of Gemma2ForCausalLM"),
+        ("phi3", 128, "more width changes the output of Phi3ForCausalLM"),  # queries, keys and values in one
+        ("mixtral", 128, "MixtralForCausalLM has weights that are widened in another way"),
+    ],
+)
+def test_a_width_that_cannot_be_had_is_named(tmp_path: Path, name: str, size: int, reason: str) -> None:
+    small = save(name, FAMILIES[name], tmp_path / "small")
+    with pytest.raises(ModelError, match=reason):
+        expand(small, 4, tmp_path / "large", hidden_size=size)
+    assert not (tmp_path / "large").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
