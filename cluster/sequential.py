@@ -55,14 +55,18 @@ class _TimedDrafter(ModelDrafter):
 
 
 class SequentialActor:
-    """One process, one placement, target and draft taking turns: draft tokens, then a target step."""
+    """One process, one placement, target and draft taking turns: draft tokens, then a target step.
+
+    target: its runner. automatic: the speculation that users get without choosing; it goes on learning from request to
+    request.
+    """
 
     def __init__(self, target: Path, draft: Path, dtype: Dtype, placement: Placement, invariant: bool = False) -> None:
         placement.apply_to_thread()
-        self._target = ModelRunner(target, dtype=dtype, device=placement.device, invariant=invariant)
+        self.target = ModelRunner(target, dtype=dtype, device=placement.device, invariant=invariant)
         self._draft = ModelRunner(draft, dtype=dtype, device=placement.device)
-        self._cost = CostModel(self._target.called_with)
-        warm_up(self._target, self._cost)
+        self._cost = CostModel(self.target.called_with)
+        warm_up(self.target, self._cost)
         self._draft_cost = CostModel()
         warm_up(self._draft, self._draft_cost)
         self._drafters = {
@@ -70,8 +74,8 @@ class SequentialActor:
         }
 
     @cached_property
-    def _automatic(self) -> Speculation:
-        """Goes on learning from request to request."""
+    def automatic(self) -> Speculation:
+        """See the class."""
         return taking_turns(self._draft, self._cost, float(self._draft_cost.table(1)[1]))
 
     def run(self, request: GenerationRequest, k: int | None, margins: bool = False, lookup: int = 0) -> Timed:
@@ -81,12 +85,12 @@ class SequentialActor:
         """
         drafter = self._drafters[lookup]
         chain = Speculation(drafter, FixedChain(k), k) if k else None
-        speculation = self._automatic if k is None else chain
+        speculation = self.automatic if k is None else chain
         generation = Generation(request)
         seconds, drafted_s, tokens, steps = 0.0, drafter.spent_s, 0, 0
         arrivals: list[tuple[float, int]] = []
         started = mark = time.monotonic()
-        for _, outcome in decode_steps(self._target, [request], speculation, margins=margins):
+        for _, outcome in decode_steps(self.target, [request], speculation, margins=margins):
             now = time.monotonic()
             if outcome.decoded:
                 seconds += now - mark

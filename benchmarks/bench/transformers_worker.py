@@ -50,13 +50,21 @@ def load(path: str, dtype: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
 
 
+def assists(draft: Any) -> None:
+    """The dynamic schedule: as many tokens as the draft is sure enough of, by a threshold that learns."""
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.num_assistant_tokens = 20
+    draft.generation_config.assistant_confidence_threshold = 0.4
+
+
 @torch.inference_mode()
 def run(target: Any, draft: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """Decodes all prompts as one batch, filled up on the left."""
     prompts = asked["prompts"]
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    device = target.device
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     sampling = {"temperature": asked["temperature"], "top_k": 0, "top_p": 1.0} if asked["temperature"] else {}
     torch.manual_seed(asked["seeds"][0])
     clock = Clock() if len(prompts) == 1 else BatchClock()
@@ -93,12 +101,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     target = load(options["target"], options["dtype"])
     draft = load(options["draft"], options["dtype"]) if options["draft"] else None
-    if (
-        draft is not None
-    ):  # the dynamic schedule: as many tokens as the draft is sure enough of, by a threshold that learns
-        draft.generation_config.num_assistant_tokens_schedule = "constant"
-        draft.generation_config.num_assistant_tokens = 20
-        draft.generation_config.assistant_confidence_threshold = 0.4
+    if draft is not None:
+        assists(draft)
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
