@@ -2,15 +2,15 @@
 
 What a draft has to guess when it works is the target's own text, sampled and greedy, not the corpus. Training on the
 student's or teacher's own output instead of given text alone is what DistillSpec (Zhou et al. 2023,
-https://arxiv.org/abs/2310.08461) found to raise acceptance most. What counts at T = 1 is how often two samples drawn
-with the same noise are the same token: the loss is the share that differs, and a little of the draft's KL from the target.
+https://arxiv.org/abs/2310.08461) found to raise acceptance most.
 """
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,6 @@ from engine.text import load_tokenizer
 from engine.train import corpus_files, learning_rate, make_optimizer, read_texts, tokenize
 
 _SHORTEST_PREFIX = 32  # tokens of the corpus before the target's own
-_KL_SHARE = 0.1  # keeps tokens in place that hardly ever win
-_LIKELIEST = 32  # of the target's tokens, that `match` tells apart
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
@@ -90,13 +88,13 @@ def distill(config: DistillConfig) -> dict[str, float]:
         while step < config.steps:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, config)
-            compared = compare(target, draft, batch_at(step, training, own, config))
-            (1 - compared.match + _KL_SHARE * compared.kl).backward()
+            divergence = kl(*foretold(target, draft, batch_at(step, training, own, config)))
+            divergence.backward()
             torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            progress.update(bar, completed=step, description=f"distilling, match {compared.match.item():.3f}")
+            progress.update(bar, completed=step, description=f"distilling, KL {divergence.item():.3f}")
             if step % config.eval_every == 0 or step == config.steps:
                 figures = {"steps": step} | evaluate(target, draft, tests)
                 progress.console.print(f"step {step}: {figures}")
@@ -180,50 +178,40 @@ def batch_at(step: int, data: torch.Tensor, own: torch.Tensor, config: DistillCo
     return torch.cat([given, written]).to(config.device)
 
 
-class Compared(NamedTuple):
-    """A draft beside its target, as means over the tokens of some windows: scalars."""
-
-    kl: torch.Tensor  # of the draft from the target, nats per token
-    match: torch.Tensor  # how often samples with the same noise are the same token, T = 1
-    agreement: torch.Tensor  # how often both have the same likeliest token, which is what matches at T = 0
-
-
-def compare(target: Any, draft: Any, batch: torch.Tensor) -> Compared:
-    """What the draft makes of `batch` [windows, tokens + 1], as tokens whose successors both models foretell."""
+def foretold(target: Any, draft: Any, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both make of `batch` [windows, tokens + 1]: log-probabilities of each token's successor, [n, vocabulary]."""
     inputs = batch[:, :-1]
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=has_fast_bf16(batch.device.type)):
         with torch.no_grad():
             teacher = target(input_ids=inputs, use_cache=False).logits.float()
         student = draft(input_ids=inputs, use_cache=False).logits.float()
     teacher, student = (F.log_softmax(logits, -1).flatten(0, 1) for logits in (teacher, student))
-    kl = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    agreement = (teacher.argmax(-1) == student.argmax(-1)).float().mean()
-    return Compared(kl, match(teacher, student).mean(), agreement)
+    return teacher, student
 
 
-def match(teacher: torch.Tensor, student: torch.Tensor, likeliest: int = _LIKELIEST) -> torch.Tensor:
-    """How probable it is, per row, that samples of both with the same Gumbel noise are the same token: [rows].
+def kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """The student's KL from the teacher in nats per token, a scalar."""
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
-    `teacher` and `student` are log-probabilities [rows, vocabulary] with at least two tokens. The noise makes sampling
-    a race of exponential clocks, and token i wins both races with probability 1 / sum_j max(p_j / p_i, q_j / q_i)
-    (Daliri et al. 2024, https://arxiv.org/abs/2408.07978). Beyond the teacher's `likeliest` tokens all others count as
-    one that never matches, so the answer is a lower bound, and near.
-    """
-    p, chosen = teacher.topk(min(likeliest, teacher.shape[-1] - 1), -1)
-    q = student.gather(-1, chosen)
-    rivals_p, rivals_q = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log()], -1) for x in (p, q))
-    odds = torch.maximum(rivals_p[:, None] - p[:, :, None], rivals_q[:, None] - q[:, :, None])
-    return (-odds.logsumexp(-1)).exp().sum(-1)
+
+def equal_choices(teacher: torch.Tensor, student: torch.Tensor, noise: torch.Tensor | float = 0) -> torch.Tensor:
+    """The share of rows where both choose the same token: the likeliest, or with Gumbel noise [n, vocabulary], a sample."""
+    return ((teacher + noise).argmax(-1) == (student + noise).argmax(-1)).float().mean()
 
 
 @torch.no_grad()
 def evaluate(target: Any, draft: Any, tests: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The means of `Compared` per set of windows, by "<set>_<name>"."""
+    """Per set of windows, by "<set>_<name>": "kl", "agreement" (equal choices at T = 0) and "match" (those at T = 1)."""
     figures: dict[str, float] = {}
     for name, windows in tests.items():
-        parts = [compare(target, draft, part.to(target.device)) for part in windows.split(8)]
-        for kind, values in zip(Compared._fields, zip(*parts, strict=True), strict=True):
-            figures[f"{name}_{kind}"] = round(float(torch.stack(values).mean()), 4)
+        generator = torch.Generator(target.device).manual_seed(0)
+        sums: Counter[str] = Counter()
+        for part in windows.to(target.device).split(8):
+            both = foretold(target, draft, part)
+            noise = -torch.empty_like(both[0]).exponential_(generator=generator).log()
+            parts = {"kl": kl(*both), "agreement": equal_choices(*both), "match": equal_choices(*both, noise)}
+            sums.update({kind: float(value) * len(part) for kind, value in parts.items()})
+        figures |= {f"{name}_{kind}": round(value / len(windows), 4) for kind, value in sums.items()}
     return figures
 
 
