@@ -5,9 +5,9 @@
 
 Runs after one another drift by a quarter on a shared machine; here every prompt goes through all variants, one after the
 other, so that what drifts is shared, and the ratio to the first variant has a standard error. Each variant is a checkout of
-this repository, and after an @ how it decodes: `pipelined` (the default), `plain`, or a number (taking turns, a chain of so
-many draft tokens). Targets share the first core, drafts the last; no Ray. The first round doesn't count. Nobody looks
-earlier outputs up: the prompts come again.
+this repository, with the draft that is bundled there, and after an @ how it decodes: `pipelined` (the default), `plain`, or
+a number (taking turns, a chain of so many draft tokens). Targets share the first core, drafts the last; no Ray. The first
+round doesn't count. Nobody looks earlier outputs up: the prompts come again.
 """
 
 import json
@@ -144,6 +144,7 @@ def start(stack: ExitStack, variant: Variant, options: dict[str, Any]) -> Worker
     """The variant's target, with a draft beside if it is pipelined; ready when its first line is there."""
     cores = sorted(os.sched_getaffinity(0))
     own = {**options, "mode": variant.mode}
+    own["draft"] = own["draft"] or str(variant.checkout / "models" / "code-draft")
     if variant.mode == "pipelined":
         draft = stack.enter_context(worker(variant, cores[-1], {**own, "mode": "draft", "core": cores[-1]}))
         own["address"] = draft.line()["address"]
@@ -176,7 +177,7 @@ def measure(
 def main(
     variants: Annotated[list[str], typer.Argument(help="NAME=CHECKOUT@MODE; ratios are to the first")],
     target: Annotated[Path, typer.Option(help="checkpoint of the target")] = MODELS / "code-target",
-    draft: Annotated[Path, typer.Option(help="checkpoint of the draft")] = MODELS / "code-draft",
+    draft: Annotated[Path | None, typer.Option(help="checkpoint of the draft, if not the one in each checkout")] = None,
     dtype: Annotated[str, typer.Option(help="of both")] = "float32",
     count: Annotated[int, typer.Option(min=2, help="prompts")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="that count, behind one to warm up")] = 3,
@@ -191,7 +192,7 @@ def main(
     tokenizer = load_tokenizer(target)
     lines = (MODELS / "heldout.jsonl").read_text().splitlines()[:count]
     prompts = [tokenizer(json.loads(line))["input_ids"] for line in lines]
-    options = {"target": str(target.resolve()), "draft": str(draft.resolve()), "dtype": dtype}
+    options = {"target": str(target.resolve()), "draft": draft and str(draft.resolve()), "dtype": dtype}
     found: list[Row] = []
     with ExitStack() as stack:
         workers = {variant.name: start(stack, variant, options) for variant in chosen}

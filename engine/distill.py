@@ -221,4 +221,5 @@ def export(draft: Any, tokenizer: PreTrainedTokenizerFast, figures: dict[str, fl
     copy.load_state_dict(draft.state_dict())
     copy.to(torch.bfloat16).save_pretrained(config.out)
     tokenizer.save_pretrained(config.out)
-    (config.out / "distillation.json").write_text(json.dumps(config.recipe() | figures, indent=1) + "\n")
+    names = {"target": config.target.resolve().name, "draft": config.draft.resolve().name}  # not this machine's folders
+    (config.out / "distillation.json").write_text(json.dumps(config.recipe() | names | figures, indent=1) + "\n")

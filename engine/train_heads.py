@@ -129,4 +129,5 @@ def export(heads: TokenHeads, figures: dict[str, Any], config: HeadsConfig) -> N
     config.out.mkdir(parents=True, exist_ok=True)
     weights = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in heads.state_dict().items()}
     save_file(weights, config.out / HEADS_FILE)
-    (config.out / "training.json").write_text(json.dumps(config.recipe() | figures, indent=1) + "\n")
+    told = config.recipe() | {"target": config.target.resolve().name} | figures  # not this machine's folders
+    (config.out / "training.json").write_text(json.dumps(told, indent=1) + "\n")
