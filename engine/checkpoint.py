@@ -11,6 +11,7 @@ from typing import Any
 MODELS = Path(__file__).resolve().parent.parent / "models"  # the bundled checkpoints, and held-out prompts
 
 _MAX_HEADER = 100_000_000  # bytes, as safetensors allows
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # places of a file of weights that its digest looks at
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of what can be run end
 _RECURRENT = (
     "mamba",
@@ -104,14 +105,19 @@ def checkpoint_name(path: Path) -> str:
 
 
 def checkpoint_digest(path: Path) -> str:
-    """A name for a checkpoint's content, 32 hex digits: of its settings, and its weights' names, shapes and sizes.
+    """A name for a checkpoint's content, 32 hex digits: of its settings, its weights' names and shapes, and samples of them.
 
-    The weights themselves are not read: those of a large model take minutes.
+    The weights are not read whole: those of a large model take minutes. Training changes all of them.
     """
     digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16)
     for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
         digest.update(_header(file))
+        with file.open("rb") as weights:
+            for i in range(_SAMPLES):
+                weights.seek(i * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(weights.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -133,6 +133,7 @@ def own_text(
     generator = torch.Generator().manual_seed(config.seed)
     torch.manual_seed(config.seed)
     length = config.sequence_length + 1
+    progress.console.print(f"the target writes {count} windows of its own text ({name})")  # logs show no bars
     bar = progress.add_task("the target writes", total=count)
     windows: list[torch.Tensor] = []
     while sum(map(len, windows)) < count:
