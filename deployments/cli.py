@@ -95,7 +95,8 @@ def serve(
 ) -> None:
     """Serves models over HTTP, as OpenAI's clients expect it, and over gRPC, until it is interrupted.
 
-    Without arguments it serves the bundled pair. On Ctrl-C it refuses new requests, and finishes those that run.
+    Without arguments it serves the bundled pair, on this machine's GPUs where it has any; what a file says runs on those
+    that its 'replicas' ask for. On Ctrl-C it refuses new requests, and finishes those that run.
 
     [dim]Examples[/dim]
 
@@ -106,14 +107,17 @@ def serve(
       paceline serve --config serve.yaml
     """
     with one_line_errors():
-        from deployments.config_load import check_config, chosen_config
+        from deployments.config_load import check_config, chosen_config, on_gpus
 
         chosen = chosen_config(config, target, draft, dtype, invariant, host, port, grpc_port)
         check_config(chosen)
+        from torch.cuda import device_count
+
         from deployments.serve import DeployError, check_ports, run_server
 
         if address is None:
             check_ports(chosen)
+            chosen = on_gpus(chosen, device_count()) if config is None else chosen
     with runtime_errors(DeployError, ConnectionError):
         run_server(chosen, address, Console(stderr=True, highlight=False))
 

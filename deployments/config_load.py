@@ -66,6 +66,16 @@ def chosen_config(
     return parse_config(values)
 
 
+def on_gpus(config: ServeConfig, gpus: int) -> ServeConfig:
+    """One pair of models on a machine with so many GPUs: one each, or half a one; on CPU cores where there is none."""
+    values = config.arguments()
+    (model,) = values["models"]
+    parts = [part for part in (model["target"], model["draft"]) if part is not None]
+    for part in parts if gpus else ():
+        part["replicas"]["gpus"] = 1.0 if gpus >= len(parts) else 0.5
+    return parse_config(values)
+
+
 def parse_config(values: dict[str, Any]) -> ServeConfig:
     """A configuration from plain values; raises ConfigError."""
     try:

@@ -100,6 +100,6 @@ def run_draft(options: DraftOptions, console: Console) -> None:
 
 
 _HINT = (
-    "PACELINE_DRAFT={} vllm serve TARGET --speculative-config "
+    "PYTHONPATH=CHECKOUT PACELINE_DRAFT={} vllm serve TARGET --speculative-config "
     '\'{{"method": "custom_class", "model": "cluster.vllm_proposer.RemoteProposer", "num_speculative_tokens": 12}}\''
 )

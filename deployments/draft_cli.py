@@ -64,7 +64,7 @@ def draft(
 ) -> None:
     """Serves drafts to a vLLM that you have already, or to any other target, until it is interrupted.
 
-    vLLM needs the package and nothing else of ours: see docs/VLLM.md.
+    vLLM needs a checkout on its PYTHONPATH and nothing else of ours: see docs/VLLM.md.
 
     [dim]Drafters[/dim], of which docs/DRAFTING.md says more
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from deployments import cli
 from deployments.app import build, draft_config, registry_name, shared_tokens
 from deployments.config import ServeConfig
-from deployments.config_load import ConfigError, check_config, chosen_config, load_config, parse_config
+from deployments.config_load import ConfigError, check_config, chosen_config, load_config, on_gpus, parse_config
 from deployments.ingress import fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
 from deployments.serve import base_url, check_ports, serve_schema
@@ -289,6 +289,16 @@ def test_the_command_line_checks_prints_and_exports(tmp_path: Path) -> None:
     assert json.loads(runner.invoke(cli.app, ["config", "schema"]).stdout)["title"] == "ServeConfig"
     exported = yaml.safe_load(runner.invoke(cli.app, ["config", "export", str(good)]).stdout)
     assert exported["applications"][0]["import_path"] == "deployments.app:build"
+
+
+def test_a_pair_without_a_file_is_served_on_the_gpus_that_there_are() -> None:
+    def gpus(target: Path | None, count: int) -> list[float]:
+        config = chosen_config(None, target, None, "auto", False, None, None, None)
+        (model,) = on_gpus(config, count).models
+        return [part.replicas.gpus for part in (model.target, model.draft) if part is not None]
+
+    assert [gpus(None, count) for count in (0, 1, 2)] == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    assert [gpus(exact.TARGET, count) for count in (0, 1)] == [[0.0], [1.0]]
 
 
 def test_fingerprints_and_registries_tell_models_apart(tmp_path: Path) -> None:
