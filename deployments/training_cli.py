@@ -83,7 +83,7 @@ def distill(
 
     [dim]Example[/dim]
 
-      paceline distill --out build/draft --layers 3
+      paceline distill --out build/draft --layers 4
     """
     with one_line_errors():
         check_pair(target, draft)

@@ -211,7 +211,7 @@ def test_a_runner_that_goes_takes_its_handles_with_it(monkeypatch: pytest.Monkey
     del runner
     gc.collect()
     assert released == expected
-    assert len(expected) == 9  # two layers, and the output layer
+    assert len(expected) == 13  # three layers, and the output layer
 
 
 def test_threads_do_not_disturb_each_other(compiled: ModelRunner, prompts: list[Tokens]) -> None:

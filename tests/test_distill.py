@@ -100,10 +100,10 @@ def test_choices_are_equal_as_often_as_exponential_races_say() -> None:
 
 
 def test_added_layers_change_nothing_before_they_are_trained(tmp_path: Path) -> None:
-    config = at(tmp_path, layers=3)
+    config = at(tmp_path, layers=4)
     tokens = torch.arange(40)[None]
     deeper, draft = (distill.load(path, "cpu") for path in (distill.first_draft(config), config.draft))
-    assert deeper.config.num_hidden_layers == 3
+    assert deeper.config.num_hidden_layers == 4
     torch.testing.assert_close(deeper(tokens).logits, draft(tokens).logits)
 
 

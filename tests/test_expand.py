@@ -23,7 +23,7 @@ def logits(model: Path, tokens: list[int]) -> torch.Tensor:
 
 
 def test_an_expanded_model_is_larger_and_gives_the_same_logits(tmp_path: Path, prompts: list[exact.Tokens]) -> None:
-    parameters = expand(exact.DRAFT, 5, tmp_path)
+    parameters = expand(exact.DRAFT, 6, tmp_path)
     small = AutoModelForCausalLM.from_pretrained(exact.DRAFT)
     layer = sum(weight.numel() for weight in small.model.layers[0].parameters())
     assert parameters == small.num_parameters() + 3 * layer
@@ -33,11 +33,11 @@ def test_an_expanded_model_is_larger_and_gives_the_same_logits(tmp_path: Path, p
 
 
 def test_a_model_can_be_written_as_it_is(tmp_path: Path) -> None:
-    assert expand(exact.DRAFT, 2, tmp_path) == AutoModelForCausalLM.from_pretrained(exact.DRAFT).num_parameters()
+    assert expand(exact.DRAFT, 3, tmp_path) == AutoModelForCausalLM.from_pretrained(exact.DRAFT).num_parameters()
 
 
 def test_a_model_does_not_get_smaller(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="2 layers already, more than 1"):
+    with pytest.raises(ModelError, match="3 layers already, more than 1"):
         expand(exact.DRAFT, 1, tmp_path)
 
 

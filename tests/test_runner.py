@@ -56,7 +56,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a word as size": (lambda folder: edit(folder, hidden_size="big"), "hidden_size"),
     "odd size": (lambda folder: edit(folder, hidden_size=200), "hidden size"),
     "other vocabulary": (lambda folder: edit(folder, vocab_size=5), "can't be loaded"),
-    "more layers than weights": (lambda folder: edit(folder, num_hidden_layers=3), "weights are missing"),
+    "more layers than weights": (lambda folder: edit(folder, num_hidden_layers=4), "weights are missing"),
     "a weight is missing": (drop_a_weight, "1 weights are missing, model.layers.1.mlp.up_proj.weight"),
     "a weight is for nothing": (add_a_bias, "1 of its weights are for nothing, model.layers.1.mlp.up_proj.bias"),
     "needs a library": (lambda folder: edit(folder, quantization_config={"quant_method": "gptq", "bits": 4}), "loaded"),
