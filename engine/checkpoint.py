@@ -107,7 +107,7 @@ def checkpoint_name(path: Path) -> str:
 def checkpoint_digest(path: Path) -> str:
     """A name for a checkpoint's content, 32 hex digits: of its settings, its weights' names and shapes, and samples of them.
 
-    The weights are not read whole: those of a large model take minutes. Training changes all of them.
+    The weights are not read whole: those of a large model take minutes. Training changes nearly all of them.
     """
     digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16)
     for file in sorted(path.glob("*.safetensors")):
