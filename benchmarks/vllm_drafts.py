@@ -171,7 +171,7 @@ def rows(answers: dict[str, list[dict[str, Any]]], streams: int) -> list[dict[st
     for name, held in answers.items():
         tps = [sum(map(len, answer["texts"])) / answer["seconds"] for answer in held]
         ratios = [one["seconds"] / other["seconds"] for one, other in zip(plain, held, strict=True)]
-        tokens = sum(len(text) for answer in held for text in answer["texts"])
+        grown = sum(len(text) - 1 for answer in held for text in answer["texts"])
         count = {key.rpartition("num_")[2]: sum(a["counts"].get(key, 0) for a in held) for key in held[0]["counts"]}
         drafts, accepted = count.get("drafts", 0), count.get("accepted_tokens", 0)
         found.append(
@@ -180,7 +180,7 @@ def rows(answers: dict[str, list[dict[str, Any]]], streams: int) -> list[dict[st
                 "streams": streams,
                 "tokens_per_s": round(statistics.median(tps), 1),
                 "over_plain": round(statistics.median(ratios), 3),
-                "tokens_per_step": round(tokens / (tokens - accepted), 3),
+                "tokens_per_step": round(grown / count["steps"], 3),
                 "acceptance": round(accepted / count["draft_tokens"], 3) if drafts else None,
                 **propose_ms([one for answer in held for one in answer["propose_s"]]),
                 "equal": sum(

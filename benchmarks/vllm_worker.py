@@ -51,9 +51,10 @@ def main() -> None:
 
 
 def counted(engine: Any) -> dict[str, float]:
-    """The counters of speculation."""
-    named = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
-    return {name: value for name, value in named.items() if "spec_decode" in name and value is not None}
+    """The counters of speculation; `steps`: how often a text grew, apart from its first token."""
+    metrics = {metric.name: metric for metric in engine.get_metrics()}
+    found = {name: metric.value for name, metric in metrics.items() if "spec_decode" in name and hasattr(metric, "value")}
+    return {**found, "steps": metrics["vllm:inter_token_latency_seconds"].count}
 
 
 if __name__ == "__main__":
