@@ -53,7 +53,9 @@ def main() -> None:
 def counted(engine: Any) -> dict[str, float]:
     """The counters of speculation; `steps`: how often a text grew, apart from its first token."""
     metrics = {metric.name: metric for metric in engine.get_metrics()}
-    found = {name: metric.value for name, metric in metrics.items() if "spec_decode" in name and hasattr(metric, "value")}
+    found = {
+        name: metric.value for name, metric in metrics.items() if "spec_decode" in name and hasattr(metric, "value")
+    }
     return {**found, "steps": metrics["vllm:inter_token_latency_seconds"].count}
 
 

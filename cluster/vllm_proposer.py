@@ -27,7 +27,8 @@ from cluster.link import Link, LinkError
 from cluster.target_state import TargetState
 from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
-from engine.types import Down, IntArray, Up
+from cluster.wire import decode_up, encode_down, encode_up
+from engine.types import Commit, Down, Growth, IntArray, Up
 
 logger = logging.getLogger(__name__)
 ADDRESSES = "PACELINE_DRAFT"  # draft services, several separated by commas
@@ -137,6 +138,22 @@ def _answers() -> bool:
     return int(get_tensor_model_parallel_rank()) == 0
 
 
+def _warm_up(options: ProposerOptions) -> None:
+    """A session's life: its loops are compiled, which takes seconds, or loaded. Steps of vLLM would wait for that else."""
+    state = TargetState(options.vocab_size)
+    state.draft_joined(0)
+    sessions, text = ContentSessions(state), np.zeros(3, np.int32)
+    for length in range(1, len(text) + 1):
+        [session] = sessions.follow([text[:length]], 0.0)
+        said = state.take_messages()[0]
+        encode_down(said)
+        if isinstance(committed := said[-1], Commit):
+            nodes = np.asarray([-1, 0], np.int32), text[:2], np.ones(2, np.float32)
+            for growth in decode_up(encode_up([Growth(session, committed.handle, *nodes)])[0]):
+                state.received(0, growth)
+            assert state.mirror(session).likeliest(options.most, options.least)
+
+
 class Proposals:
     """Sessions by content, links to draft services, and what the mirrors hold. One thread calls `propose`.
 
@@ -144,7 +161,8 @@ class Proposals:
     """
 
     def __init__(self, options: ProposerOptions) -> None:
-        """Connects in the background, again and again as services come and go."""
+        """Connects in the background, again and again as services come and go; what steps run is compiled before."""
+        _warm_up(options)
         self._options = options
         self._addresses: Sequence[str] | None = options.addresses
         self.times: deque[tuple[float, float]] = deque(maxlen=_TIMES)  # see RemoteProposer.take_times

@@ -15,6 +15,7 @@ from cluster.placement import Placement
 from cluster.registry import DraftEntry
 from cluster.vllm_options import VllmOptions
 from cluster.vllm_target import VllmTarget
+from cluster.warm import warm_up_drafter
 from engine.attention import chain_rows
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
@@ -71,7 +72,9 @@ def alone(options: VllmOptions, cores: tuple[int, ...] = ()) -> Iterator[VllmTar
 @contextmanager
 def drafted(draft: ModelRunner, tensor_parallel_size: int = 1, cores: tuple[int, ...] = ()) -> Iterator[Pair]:
     """The same with a draft of ours."""
-    replica = DraftReplica(ModelDrafter(draft))
+    drafter = ModelDrafter(draft)
+    warm_up_drafter(drafter)
+    replica = DraftReplica(drafter)
     server = DraftServer("127.0.0.1", 0, replica.add_link)
     try:
         with alone(VllmOptions(tensor_parallel_size, ENGINE_ARGS, drafted=True), cores) as target:

@@ -1,14 +1,16 @@
 """A process of its own for tests.test_warm: a pair warms up, serves, and prints what was compiled, or loaded, only then.
 
-With the argument "alone", a target without a draft.
+With the argument "alone", a target without a draft. With "proposer" and a draft service's address, what drafts for a vLLM.
 """
 
 import gc
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from queue import SimpleQueue
 
+import numpy as np
 from numba.core.dispatcher import Dispatcher
 
 from cluster.actors import TargetConfig, own_target
@@ -16,6 +18,7 @@ from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig, make_drafter
 from cluster.link import memory_link
 from cluster.placement import Placement
+from cluster.vllm_proposer import Proposals, ProposerOptions
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
 from tests.exact import DRAFT, TARGET
 
@@ -36,12 +39,10 @@ def compiled() -> Counter[str]:
     return Counter({each.py_func.__qualname__: len(each.overloads) for each in found})
 
 
-def main() -> None:
-    where = Placement(cores=(0,))
+def serve(draft: DraftReplica | None, where: Placement) -> Counter[str]:
+    """A target; what was compiled before it served."""
     replica, _ = own_target(TargetConfig(TARGET, "float32", places=("separate",)), where, 0)
-    draft = None
-    if "alone" not in sys.argv:
-        draft = DraftReplica(make_drafter(DraftConfig(DRAFT, "float32"), where), where)
+    if draft is not None:
         near, far = memory_link()
         draft.add_link(far)
         replica.add_link(near)
@@ -54,10 +55,41 @@ def main() -> None:
                 prompt = tuple(range(number + 1, number + 40)) * 2
                 replica.submit(GenerationRequest(f"{at_once}-{number}", prompt, params), ended.put)
             assert replica.wait_idle(120)
-    sys.stdout.write(" ".join(compiled() - before))
     replica.close()
-    if draft is not None:
+    return before
+
+
+def propose(address: str) -> Counter[str]:
+    """Proposals for texts that go on as proposed, or don't; what was compiled before the first one."""
+    proposals = Proposals(ProposerOptions((address,), 8, 4096))
+    before = compiled()
+    texts = [list(range(1, 40)), list(range(2, 50))]
+    taken = refused = 0
+    deadline = time.monotonic() + 120
+    while min(taken, refused) < 8:
+        assert time.monotonic() < deadline, "hardly anything was proposed"
+        texts = [text[-500:] for text in texts]  # other texts, once they are long
+        answers = proposals.propose([np.asarray(text, np.int32) for text in texts], [True, True])
+        for text, answer in zip(texts, answers, strict=True):
+            takes = len(text) % 2 == 0
+            taken += bool(answer) and takes
+            refused += bool(answer) and not takes
+            text += [*answer, 7] if takes else [8]
+    proposals.close()
+    return before
+
+
+def main() -> None:
+    where, arguments = Placement(cores=(0,)), sys.argv[1:]
+    if arguments[:1] == ["proposer"]:
+        before = propose(arguments[1])
+    elif arguments == ["alone"]:
+        before = serve(None, where)
+    else:
+        draft = DraftReplica(make_drafter(DraftConfig(DRAFT, "float32"), where), where)
+        before = serve(draft, where)
         draft.close()
+    sys.stdout.write(" ".join(compiled() - before))
 
 
 if __name__ == "__main__":
