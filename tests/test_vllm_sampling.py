@@ -36,10 +36,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", params=["ours", *OWN])
-def sampled(request: pytest.FixtureRequest, _draft: ModelRunner) -> Iterator[tuple[VllmTarget, bool]]:
+def sampled(request: pytest.FixtureRequest) -> Iterator[tuple[VllmTarget, bool]]:
     """A target, and whether anything drafts for it."""
     if request.param == "ours":
-        with drafted(_draft) as pair:
+        with drafted() as pair:
             yield pair.target, True
     else:
         config = OWN[request.param]

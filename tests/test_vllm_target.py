@@ -26,16 +26,16 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def pair(_draft: ModelRunner) -> Iterator[Pair]:
-    with drafted(_draft) as made:
+def pair() -> Iterator[Pair]:
+    with drafted() as made:
         yield made
 
 
 @pytest.fixture
-def ranks(_draft: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Two that share a model, each with a core, where there are as many."""
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # the other engine's
-    with drafted(_draft, tensor_parallel_size=2, cores=tuple(sorted(os.sched_getaffinity(0))[:2])) as made:
+    with drafted(tensor_parallel_size=2, cores=tuple(sorted(os.sched_getaffinity(0))[:2])) as made:
         yield made
 
 

@@ -10,14 +10,13 @@ from itertools import count
 import torch
 
 from cluster.draft import DraftReplica
+from cluster.drafters import DraftConfig, make_drafter
 from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
 from cluster.registry import DraftEntry
 from cluster.vllm_options import VllmOptions
 from cluster.vllm_target import VllmTarget
-from cluster.warm import warm_up_drafter
 from engine.attention import chain_rows
-from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from engine.sampling import restrict
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
@@ -70,11 +69,10 @@ def alone(options: VllmOptions, cores: tuple[int, ...] = ()) -> Iterator[VllmTar
 
 
 @contextmanager
-def drafted(draft: ModelRunner, tensor_parallel_size: int = 1, cores: tuple[int, ...] = ()) -> Iterator[Pair]:
-    """The same with a draft of ours."""
-    drafter = ModelDrafter(draft)
-    warm_up_drafter(drafter)
-    replica = DraftReplica(drafter)
+def drafted(tensor_parallel_size: int = 1, cores: tuple[int, ...] = ()) -> Iterator[Pair]:
+    """The same with a draft of ours, warmed up as where it is served."""
+    config = DraftConfig(exact.DRAFT, "float32", chains=True)
+    replica = DraftReplica(make_drafter(config, Placement()), most_told=config.most_told)
     server = DraftServer("127.0.0.1", 0, replica.add_link)
     try:
         with alone(VllmOptions(tensor_parallel_size, ENGINE_ARGS, drafted=True), cores) as target:
