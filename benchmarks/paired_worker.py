@@ -36,7 +36,7 @@ def main() -> None:
 
     if options["mode"] == "draft":
         config = DraftConfig(Path(options["draft"]), options["dtype"], shared=0)  # prompts come again
-        replica = DraftReplica(make_drafter(config, where), where, config.most_told)
+        replica = DraftReplica(make_drafter(config, where), where)
         server = DraftServer("127.0.0.1", 0, replica.add_link, LinkOptions(cores=where.cores))
         say({"address": server.address})
         sys.stdin.read()

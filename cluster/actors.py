@@ -279,7 +279,7 @@ class DraftActor:
         """Raises ModelError, or LinkError when no port can be had."""
         placement.apply_to_process()
         self._registry = registry.open()
-        self._replica = DraftReplica(make_drafter(config, placement), placement, config.most_told)
+        self._replica = DraftReplica(make_drafter(config, placement), placement)
         self._server = _serve(config, placement, self._replica)
         self._name = uuid.uuid4().hex
         self._closing = threading.Event()

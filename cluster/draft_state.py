@@ -12,7 +12,7 @@ from engine.tree import ROOT, TokenTree
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 LEASE_S = 30.0  # a session that is neither committed nor renewed for this long ends
-MOST_TOLD = 128
+MOST_TOLD = 512
 MAX_SESSIONS = 1024  # on one draft replica; more are refused silently, which costs their speed only
 REFUSED_S = 1.0  # so long nothing is said of a refused session: its prefix would come again with every commit
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from cluster.draft_state import MOST_TOLD
 from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
 from cluster.remote_drafter import RemoteDrafter
@@ -33,9 +32,7 @@ from engine.sampling import candidates
 from engine.text import find_tokenizer
 
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
-_TOLD_FOR_CHAINS = 256
 _LOOKUP_FOR_CHAINS = 20  # tokens: as long as a chain may well be
-_DEPTH_FOR_CHAINS = 40  # what follows a chain that was accepted whole has to be there too, to the length of the next
 _LEAST_FOR_CHAINS = 0.02  # confidence of a child; less likely ones would only fill the tree, which has to be deep
 EACH_ON_CPUS = 4  # rows of one session in a draft step, where each takes time
 _DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
@@ -66,14 +63,6 @@ class DraftConfig:
         """Of the model that it is served as, or else of the drafter."""
         drafter = "suffix" if self.drafter == "auto" else self.drafter
         return self.served_as or (self.model.name if self.model is not None else drafter)
-
-    @property
-    def most_told(self) -> int:
-        """Nodes of a session that are worth telling: where chains are verified, a step may end anywhere along one.
-
-        What follows each such end has to be there already, to the length of a chain.
-        """
-        return _TOLD_FOR_CHAINS if self.chains else MOST_TOLD
 
 
 def make_drafter(config: DraftConfig, placement: Placement) -> Drafter:
@@ -147,13 +136,9 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
 
 
 def _for_chains(growing: Growing) -> Growing:
-    """Larger trees: a step may end anywhere along a chain, and what follows each such end has to be there already."""
-    return replace(
-        growing,
-        least=max(growing.least, _LEAST_FOR_CHAINS),
-        lookup=max(growing.lookup, _LOOKUP_FOR_CHAINS),
-        max_depth=max(growing.max_depth, _DEPTH_FOR_CHAINS),
-    )
+    """Narrower trees: a step may end anywhere along a chain, and what follows each such end has to be there already."""
+    least, lookup = max(growing.least, _LEAST_FOR_CHAINS), max(growing.lookup, _LOOKUP_FOR_CHAINS)
+    return replace(growing, least=least, lookup=lookup)
 
 
 def _inner(config: DraftConfig, runner: ModelRunner) -> Drafter:

@@ -15,7 +15,7 @@ from engine.tree_loops import all_known
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
-MIRROR_NODES = 512
+MIRROR_NODES = 2048
 _MOST_ASKED = 8  # a draft that asks for a prefix and never grows anything is told it after 1, 2, 4... 256 tokens more
 SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
 

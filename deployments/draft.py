@@ -83,7 +83,7 @@ def run_draft(options: DraftOptions, console: Console) -> None:
     placement.apply_to_process()
     with console.status("loading the draft"):
         drafter = make_drafter(options.config, placement)
-    replica = DraftReplica(drafter, placement, options.config.most_told)
+    replica = DraftReplica(drafter, placement)
     try:
         server = DraftServer(options.host, options.port, replica.add_link)
         console.print(

@@ -80,8 +80,8 @@ def simulate(
     chains: Annotated[str, typer.Option(help="draft tokens per step that sequential speculation tries")] = "2,3,5,8",
     window: Annotated[int, typer.Option(min=1, max=512, help="draft tokens verified per step at most")] = 31,
     rows: Annotated[int, typer.Option(min=1, max=512, help="nodes expanded per draft step")] = 8,
-    tree_nodes: Annotated[int, typer.Option(min=16, max=8192, help="of a session's tree")] = 512,
-    told: Annotated[int, typer.Option(min=1, max=8192, help="nodes of a tree that the target hears of")] = 128,
+    tree_nodes: Annotated[int, typer.Option(min=16, max=8192, help="of a session's tree")] = 2048,
+    told: Annotated[int, typer.Option(min=1, max=8192, help="nodes of a tree that the target hears of")] = 512,
     fleet: Annotated[
         str, typer.Option(metavar="TARGETS,...", help="also how many drafts so many targets need: 1,2,4,8")
     ] = "",

@@ -1,4 +1,4 @@
-"""When a draft tells its target what grew: before it looks, once per step, at once when it waits."""
+"""When a draft tells its target what grew: before it looks, again in long steps, at once when it waits."""
 
 import threading
 import time
@@ -18,11 +18,15 @@ STEP, TURN = 0.010, 0.003
 
 @pytest.fixture
 def cadence() -> Cadence:
-    """Of a target whose steps take STEP and a draft whose turns take TURN; the target's last step began at 1.0."""
+    return rhythm(STEP, TURN)
+
+
+def rhythm(step: float, turn: float) -> Cadence:
+    """Of a target whose steps take so long and a draft with such turns; the target's last step began at 1.0."""
     known = Cadence()
     for commit in range(101):
-        known.committed(0, commit * STEP, hit=True)
-        known.turned(TURN)
+        known.committed(0, 1.0 - (100 - commit) * step, hit=True)
+        known.turned(turn)
     return known
 
 
@@ -42,10 +46,18 @@ def test_a_target_whose_step_is_a_quarter_shorter_than_usual_has_been_told(caden
     assert cadence.due(1.0 + 0.75 * STEP)
 
 
-def test_once_per_step_is_enough(cadence: Cadence) -> None:
-    cadence.sent(1.0 + 2 * TURN, waited_for=False)
-    assert not cadence.due(1.0 + 3 * TURN)
-    assert cadence.due(1.0 + 2 * STEP), "a target whose step takes longer than expected is told again"
+def test_in_a_short_step_growth_is_told_once() -> None:
+    known = rhythm(step=0.004, turn=0.001)
+    known.sent(1.0 + 0.002, waited_for=False)
+    assert not known.due(1.0 + 0.004)
+    assert known.due(1.0 + 2 * 0.004), "a target whose step takes longer than expected is told again"
+
+
+def test_in_a_long_step_growth_is_told_again_and_again() -> None:
+    known = rhythm(step=0.1, turn=0.001)
+    known.sent(1.0 + 0.066, waited_for=False)
+    assert not known.due(1.0 + 0.074)
+    assert known.due(1.0 + 0.0751), "a tenth of a step later"
 
 
 def test_the_commits_of_many_sessions_are_one_step(cadence: Cadence) -> None:

@@ -72,7 +72,7 @@ def alone(options: VllmOptions, cores: tuple[int, ...] = ()) -> Iterator[VllmTar
 def drafted(tensor_parallel_size: int = 1, cores: tuple[int, ...] = ()) -> Iterator[Pair]:
     """The same with a draft of ours, warmed up as where it is served."""
     config = DraftConfig(exact.DRAFT, "float32", chains=True)
-    replica = DraftReplica(make_drafter(config, Placement()), most_told=config.most_told)
+    replica = DraftReplica(make_drafter(config, Placement()))
     server = DraftServer("127.0.0.1", 0, replica.add_link)
     try:
         with alone(VllmOptions(tensor_parallel_size, ENGINE_ARGS, drafted=True), cores) as target:

@@ -39,8 +39,10 @@ class Growing:
     each: int = 0  # of them at most one session's; 0: all. Short steps answer a miss sooner
     children: int = 6  # kept of each expanded node
     least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
-    max_depth: int = 16  # below the root
-    max_nodes: int = 512  # per session; at most half of them are expanded, each of which takes a slot
+    max_depth: int = 40  # below the root: what follows a path that was accepted whole has to be there, too
+    # Per session. A slow target's step brings thousands, of which what follows its end is a small part.
+    max_nodes: int = 2048
+    max_expanded: int = 256  # of them, and at most half: each takes a slot
     prefill_chunk: int = 64  # prefix tokens per session and draft step
     lookup: int = 8  # tokens looked up after each commit; 0: none
     doubtful: float = DOUBTFUL  # lookups that are right less often are not taken
@@ -147,7 +149,7 @@ class ModelDrafter:
         chain = HandleChain(tokens)
         lease, known = pool.lease_known(len(tokens), len(tokens), chain.digests(pool.page_size))
         try:
-            tree_lease = pool.lease(growing.max_nodes // 2)
+            tree_lease = pool.lease(min(growing.max_nodes // 2, growing.max_expanded))
         except RuntimeError:
             pool.release(lease)
             raise
