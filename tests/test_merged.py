@@ -128,7 +128,7 @@ def test_growth_is_told_from_a_tree_that_only_grows_between_commits(draft: Model
 
 
 def test_a_session_that_one_has_no_room_for_is_nobodys(draft: ModelRunner) -> None:
-    full = ModelDrafter(draft, Growing(max_nodes=10**6))
+    full = ModelDrafter(draft, Growing(max_nodes=10**6, max_expanded=10**6))
     small = NgramDrafter()
     drafter = MergedDrafter([small, full])
     with pytest.raises(PoolExhausted):
