@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from cluster.cadence import Cadence
-from cluster.draft_state import MOST_TOLD, CloseSession, Command, CommitTokens, DraftState, OpenSession, resend
+from cluster.draft_state import CloseSession, Command, CommitTokens, DraftState, OpenSession, resend
 from cluster.link import Link
 from cluster.loop import Loop
 from cluster.placement import Placement
@@ -32,10 +32,9 @@ class DraftStats:
 class DraftReplica:
     """Runs a drafter for any number of targets. A plain class: actors and tests wrap it."""
 
-    def __init__(self, drafter: Drafter, placement: Placement | None = None, most_told: int = MOST_TOLD) -> None:
-        """most_told: see DraftState."""
+    def __init__(self, drafter: Drafter, placement: Placement | None = None) -> None:
         self._drafter = drafter
-        self._state = DraftState(most_told)
+        self._state = DraftState()
         self._links: dict[int, Link[Up, Down]] = {}  # by stream
         self._cadences: dict[int, Cadence] = {}  # by stream
         self._next_stream = 0

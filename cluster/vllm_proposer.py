@@ -139,7 +139,10 @@ def _answers() -> bool:
 
 
 def _warm_up(options: ProposerOptions) -> None:
-    """A session's life: its loops are compiled, which takes seconds, or loaded. Steps of vLLM would wait for that else."""
+    """A session's life: its loops are compiled, which takes seconds, or loaded. Steps of vLLM would wait for that else.
+
+    Not cluster.warm's, which needs torch and our engine.
+    """
     state = TargetState(options.vocab_size)
     state.draft_joined(0)
     sessions, text = ContentSessions(state), np.zeros(3, np.int32)

@@ -33,6 +33,7 @@ from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
+from engine.types import SamplingParams
 from engine.windows import FixedTree
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
@@ -116,6 +117,18 @@ def test_every_drafter_of_a_configuration_serves_the_plain_tokens(
             steps = drafting.stats().steps
             assert not list(exact.differences(exact.serve(replica, requests), plain))
             assert drafting.stats().steps > steps, "the drafter did nothing"
+
+
+@pytest.mark.parametrize("chains", [False, True])
+def test_drafts_grow_past_what_a_chain_may_end_in(prompts: list[exact.Tokens], chains: bool) -> None:
+    drafter = make_drafter(replace(config("model", exact.DRAFT), chains=chains), Placement())
+    drafter.open(0, prompts[0], SamplingParams())
+    grown = [0]
+    while grown:
+        grown = drafter.grow()
+    tree = drafter.tree(0)
+    assert int(tree.depth[: tree.size].max()) > 2 * 12  # a chain of twelve, and the next one
+    drafter.close(0)
 
 
 def test_documents_are_read_in_the_targets_tokens(target: ModelRunner, tmp_path: Path) -> None:

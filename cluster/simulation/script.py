@@ -158,7 +158,11 @@ class ScriptedDrafter:
         read = [session for session, held in self._sessions.items() if held.pending]
         trees = {session: held.tree for session, held in self._sessions.items() if held.tree.expanded[ROOT]}
         rows = self._growing.rows - len(read)
-        picked = most_valuable(trees, dict.fromkeys(trees, self._growing.max_nodes), rows, self._growing)
+        slots = {
+            session: self._growing.max_expanded - int(tree.expanded[ROOT + 1 : tree.size].sum())
+            for session, tree in trees.items()
+        }
+        picked = most_valuable(trees, slots, rows, self._growing)
         for session in read:
             held = self._sessions[session]
             held.pending = max(0, held.pending - self._growing.prefill_chunk)

@@ -40,7 +40,7 @@ class Growing:
     children: int = 6  # kept of each expanded node
     least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
     max_depth: int = 40  # below the root: what follows a path that was accepted whole has to be there, too
-    # Per session. A slow target's step brings thousands, of which what follows its end is a small part.
+    # Per session. A slow target's step brings more than a thousand, of which what follows its end is a small part.
     max_nodes: int = 2048
     max_expanded: int = 256  # of them, and at most half: each takes a slot
     prefill_chunk: int = 64  # prefix tokens per session and draft step
