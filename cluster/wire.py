@@ -96,7 +96,7 @@ def decode_up(data: bytes) -> list[Up]:
     raise WireError("the message is empty")
 
 
-# --- encoding
+# --- encoding. What is within a message is given as a mapping: a message would be copied.
 
 
 def _frame(message: pb.Down | pb.Up) -> bytes:
@@ -143,14 +143,14 @@ def _open_frame(message: Open) -> bytes:
 def _commit_frames(commits: Sequence[Commit]) -> list[bytes]:
     frames = []
     for pack, counts in _packs(commits, [len(commit.tokens) for commit in commits]):
-        packed = pb.Commits(
-            sessions=[commit.session for commit in pack],
-            lengths=[commit.handle.length for commit in pack],
-            digests=_digests([commit.handle for commit in pack]),
-            counts=counts,
-            tokens=[token for commit in pack for token in commit.tokens],
-            mirrored=[commit.mirrored for commit in pack],
-        )
+        packed = {
+            "sessions": [commit.session for commit in pack],
+            "lengths": [commit.handle.length for commit in pack],
+            "digests": _digests([commit.handle for commit in pack]),
+            "counts": counts,
+            "tokens": [token for commit in pack for token in commit.tokens],
+            "mirrored": [commit.mirrored for commit in pack],
+        }
         frames.append(_frame(pb.Down(commits=packed)))
     return frames
 
@@ -163,15 +163,15 @@ def _growth_frames(growths: Sequence[Growth]) -> list[bytes]:
         require(len(growth.tokens) <= MAX_NODES, f"a growth is over the limit of {MAX_NODES} nodes")
     frames = []
     for pack, counts in _packs(growths, [len(growth.tokens) for growth in growths]):
-        packed = pb.Growths(
-            sessions=[growth.session for growth in pack],
-            base_lengths=[growth.base.length for growth in pack],
-            base_digests=_digests([growth.base for growth in pack]),
-            counts=counts,
-            parents=_bytes([growth.parents for growth in pack], _ID),
-            tokens=_bytes([growth.tokens for growth in pack], _ID),
-            confidences=_bytes([growth.confidences for growth in pack], _CONFIDENCE),
-        )
+        packed = {
+            "sessions": [growth.session for growth in pack],
+            "base_lengths": [growth.base.length for growth in pack],
+            "base_digests": _digests([growth.base for growth in pack]),
+            "counts": counts,
+            "parents": _bytes([growth.parents for growth in pack], _ID),
+            "tokens": _bytes([growth.tokens for growth in pack], _ID),
+            "confidences": _bytes([growth.confidences for growth in pack], _CONFIDENCE),
+        }
         frames.append(_frame(pb.Up(growths=packed)))
     return frames
 
