@@ -3,6 +3,7 @@
 Pure: rows in, session ids and proposals out. What crosses the wire is TargetState's business, as for our own target.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,6 +48,7 @@ class ContentSessions:
     lease_s: float = 5.0  # a session that no row showed for so long is given up; a row that returns opens another
     most: int = 512  # sessions; beyond, those that no row shows give way, the longest unseen first
     _held: dict[int, _Session] = field(default_factory=dict)  # by id
+    _due: float = -math.inf  # seconds; no lease ends before
     _rows: list[int] = field(default_factory=list)  # the session of each row of the last call; -1: none
 
     def follow(self, rows: Sequence[IntArray], now: float) -> list[int]:
@@ -104,8 +106,11 @@ class ContentSessions:
         return oldest.seen < now
 
     def _expire(self, now: float) -> None:
+        if now <= self._due:
+            return
         for session in [held.id for held in self._held.values() if now - held.seen > self.lease_s]:
             self._give_up(session)
+        self._due = min([now, *(held.seen for held in self._held.values())]) + self.lease_s
 
     def _give_up(self, session: int) -> None:
         del self._held[session]

@@ -99,6 +99,8 @@ class Lookup:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes what came, and compares it with what the last lookup said."""
+        if not self._count:
+            return
         if self._guess is not None:
             matched, guessed, hung = self._guess
             right = guessed == tokens[0]
