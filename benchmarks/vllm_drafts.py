@@ -207,6 +207,21 @@ def propose_ms(calls: list[tuple[float, float]]) -> dict[str, float | None]:
     }
 
 
+def as_table(found: list[dict[str, Any]]) -> Table:
+    """Narrow enough for 80 columns; milliseconds are at p50 and p99."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("", "tokens/s", "of plain", "a step", "accepted", "propose", "waits", "equal"):
+        table.add_column(head, no_wrap=True)
+    for row in found:
+        cells = [f"{row[name]:.2f}" for name in ("over_plain", "tokens_per_step")]
+        cells.append("" if row["acceptance"] is None else f"{row['acceptance']:.2f}")
+        for what in ("propose", "wait"):
+            times = [row[f"{what}_p50_ms"], row[f"{what}_p99_ms"]]
+            cells.append("" if None in times else "{:.2f}/{:.2f}".format(*times))
+        table.add_row(row["contender"], str(row["tokens_per_s"]), *cells, f"{row['equal']}/{row['texts']}")
+    return table
+
+
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/vllm-drafts.json"),
     count: Annotated[int, typer.Option(help="batches, one to warm up apart")] = 6,
@@ -235,10 +250,7 @@ def main(
                 address, _ = stack.enter_context(draft_service(out, address, dtype))
             engines.append(stack.enter_context(engine(name, config, address, streams, out, target, dtype)))
         found = rows(measure(engines, batches, tokens), streams)
-    table = Table(*found[0])
-    for row in found:
-        table.add_row(*map(str, row.values()))
-    console.print(table)
+    console.print(as_table(found))
     json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
