@@ -209,7 +209,7 @@ def propose_ms(calls: list[tuple[float, float]]) -> dict[str, float | None]:
 
 def as_table(found: list[dict[str, Any]]) -> Table:
     """Narrow enough for 80 columns; milliseconds are at p50 and p99."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for head in ("", "tokens/s", "of plain", "a step", "accepted", "propose", "waits", "equal"):
         table.add_column(head, no_wrap=True)
     for row in found:
