@@ -28,7 +28,7 @@ HEAD_LOSS_CHECKS = {
     "RAY_health_check_timeout_ms": "4000",
     "RAY_health_check_failure_threshold": "3",
 }
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 600.0  # models load and, the first time, loops are compiled: 2 minutes and more on two slow cores
 
 
 class LocalCluster:
@@ -53,7 +53,7 @@ class LocalCluster:
         target_places, draft_places = placements or place(targets, drafts, count_gpus(), threads)
         registry = RegistryName(f"paceline-registry-{uuid.uuid4().hex}")
         self.registry: Any = registry.open()
-        progress("loading the models")
+        progress("loading the models (the first time, loops are compiled: a minute or two)")
         self.targets: list[Any] = [
             self._actor(target_actor, where).remote(target, where, registry, index)
             for index, where in enumerate(target_places)
