@@ -29,6 +29,7 @@ HEAD_LOSS_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 _START_TIMEOUT_S = 600.0  # models load and, the first time, loops are compiled: 2 minutes and more on two slow cores
+_LINK_TIMEOUT_S = 120.0
 
 
 class LocalCluster:
@@ -75,7 +76,7 @@ class LocalCluster:
 
     def wait_linked(self, drafts: int) -> None:
         """Blocks until every target has this many drafts; raises TimeoutError."""
-        if not all(ray.get([target.wait_linked.remote(drafts, _START_TIMEOUT_S) for target in self.targets])):
+        if not all(ray.get([target.wait_linked.remote(drafts, _LINK_TIMEOUT_S) for target in self.targets])):
             raise TimeoutError(f"a target did not find its {drafts} drafts")
 
     def stream(self, request: GenerationRequest, target: int = 0) -> Generator[TokenChunk]:
