@@ -1,14 +1,15 @@
 """Attention of a compiled pass: products of queries with whole pages of the KV pool, by the kernels of its linear layers.
 
 A paged pool (KVPool) keeps a page's keys feature by feature and its values slot by slot, so that pages are read where they
-are, by all rows of a sequence at once. Position p of a path is always at place p % PAGE of a block: full pages come first;
-where a path goes on in slots of other places, blocks are copied. So a row's bits depend on its own path alone,
-as long as all numbers there are finite: what a row doesn't see has the weight 0.
+are, by all rows of a sequence at once: first the full pages that all of them see. Behind those, PAGE positions of a path are
+in one block, a page again where their slots are in its places. Others are copied: paths of a tree share a block, each with
+slots between its own that it doesn't see, as far as there is room. Those have the weight 0, and what a row sees is in the
+same block and order whatever else is there: so its bits depend on its own path alone, as long as all numbers are finite.
 """
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +20,15 @@ from engine.torch_calls import ROWS, leave, multiply
 from engine.types import BoolArray, FloatArray, IntArray
 
 _long = partial(compiled, long=True)
-_HEADER = 4
+_HEADER = 6
+_PAGE = np.uint32(PAGE)
 _NOTHING = np.zeros(0, np.int32)
 
 
 @cache
 def consistent(narrow: bool, dim: int, fold: int) -> bool:
-    """Whether a row of these products has the same bits beside any number of others, as far as a few tell.
+    """Whether a row of these products has the same bits beside any number of others, and with its places of a block moved
+    apart, as far as a few tell.
 
     narrow: in bfloat16; dim: of heads; fold: query heads that share a KV head.
     """
@@ -35,13 +38,27 @@ def consistent(narrow: bool, dim: int, fold: int) -> bool:
     same = True
     for inputs, outputs, add in ((dim, PAGE, False), (PAGE, dim, False), (PAGE, dim, True)):
         x, block = (torch.arange(1.0 * rows * inputs).sin().to(kind) for rows in (most, outputs))
-        found = [torch.ones(most, outputs) for _ in range(most)]
-        for rows, out in enumerate(found, 1):
-            addresses = x.data_ptr(), rows, inputs, block.data_ptr(), outputs, add, out.data_ptr()
-            multiply(*addresses, outputs, narrow)
-        same = same and all(torch.equal(out[:rows], found[-1][:rows]) for rows, out in enumerate(found, 1))
+        found = [_multiplied(x, rows, block, outputs, add, narrow) for rows in range(1, most + 1)]
+        same = same and all(torch.equal(out, found[-1][:rows]) for rows, out in enumerate(found, 1))
+    pairs = torch.arange(PAGE // 2)
+    apart = torch.cat([pairs[::2], pairs[1::2]])
+    x, block = (torch.arange(1.0 * rows * PAGE).sin().to(kind).view(rows, -1, 2) for rows in (ROWS, dim))
+    x[:, len(pairs) // 2 :] = 0  # the others are moved between these
+    moved_x, moved, lines = torch.empty_like(x), torch.empty_like(block), block.view(len(pairs), -1)
+    moved_x[:, apart], moved.view(len(pairs), -1)[apart] = x, lines
+    for add in (False, True):
+        found = [_multiplied(*those, dim, add, narrow) for those in ((x, ROWS, block), (moved_x, ROWS, moved))]
+        same = same and torch.equal(*found)
     leave()
     return same
+
+
+def _multiplied(x: torch.Tensor, rows: int, block: torch.Tensor, outputs: int, add: bool, narrow: bool) -> torch.Tensor:
+    """Some first rows of x times a block, added to ones if asked for: [rows, outputs]."""
+    out = torch.ones(rows, outputs)
+    inputs = block.numel() // outputs
+    multiply(x.data_ptr(), rows, inputs, block.data_ptr(), outputs, add, out.data_ptr(), outputs, narrow)
+    return out
 
 
 def plan(sequences: Sequence[tuple[IntArray, int, IntArray, BoolArray, int]]) -> IntArray:
@@ -56,74 +73,103 @@ def plan(sequences: Sequence[tuple[IntArray, int, IntArray, BoolArray, int]]) ->
 
 @compiled
 def plan_one(slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolArray, first: int) -> IntArray:
-    """One sequence's, as `_read` reads it. Rows are put in order by branches: paths behind the full pages, of which each row
-    sees a beginning.
-    """
+    """One sequence's, as `_read` reads it."""
     rows, full = len(visible), prefix // PAGE
     rest, own = prefix - full * PAGE, slots[full * PAGE :]
-    branch_of, lengths = np.empty(rows, np.int32), np.empty(rows, np.int32)
-    paths, ends = np.empty((rows, rest + len(tree_slots)), np.int32), np.zeros(rows, np.int32)
-    path = np.empty(rest + len(tree_slots), np.int32)
-    path[:rest] = own[:rest]
-    branches = 0
+    paths, lengths = np.empty((rows, rest + len(tree_slots)), np.int32), np.full(rows, rest, np.int32)
     for row in range(rows):
-        length = rest
+        paths[row, :rest] = own[:rest]
         for column in range(len(tree_slots)):
             if visible[row, column]:
-                path[length] = tree_slots[column]
-                length += 1
-        branch = 0
-        while branch < branches and not _begin_alike(paths[branch, : ends[branch]], path[:length]):
-            branch += 1
-        branches = max(branches, branch + 1)
-        for at in range(ends[branch], length):
-            paths[branch, at] = path[at]
-        ends[branch] = max(ends[branch], length)
-        branch_of[row], lengths[row] = branch, length
-    blocks, copied = 0, 0
-    in_place = np.zeros(branches, np.bool_)
-    for branch in range(branches):
-        in_place[branch] = ends[branch] <= len(own) and _begin_alike(paths[branch, : ends[branch]], own)
-        blocks += _pages(ends[branch])
-        copied += 0 if in_place[branch] else _pages(ends[branch])
-    out = np.empty(_HEADER + full + 2 * rows + 2 * branches + blocks + copied * (1 + PAGE), np.int32)
-    out[0], out[1], out[2], out[3] = rows, full, branches, copied
-    out[_HEADER : _HEADER + full] = slots[: full * PAGE : PAGE] // PAGE
-    ordered = _HEADER + full
-    table = ordered + 2 * rows
-    block, copy = table + 2 * branches, len(out) - copied * (1 + PAGE)
-    out[copy:] = -1
-    copied = 0
-    for branch in range(branches):
-        count = 0
+                paths[row, lengths[row]] = tree_slots[column]
+                lengths[row] += 1
+    parts = _pages(lengths.max())
+    places = np.full((rows, parts * PAGE), -1, np.int32)
+    blocks = np.full((rows * parts, PAGE), -1, np.int32)
+    ends, part_of, count = np.zeros(rows * parts, np.int32), np.empty(rows * parts, np.int32), 0
+    for part in range(parts):
+        block_of_part = count
         for row in range(rows):
-            if branch_of[row] == branch:
-                out[ordered], out[ordered + rows] = first + row, lengths[row]
-                ordered += 1
-                count += 1
-        out[table + 2 * branch], out[table + 2 * branch + 1] = count, _pages(ends[branch])
-        for at in range(0, ends[branch], PAGE):
-            page = own[at] // PAGE if at < len(own) else -1
-            if not in_place[branch]:
-                out[copy] = page
-                for place in range(at, min(at + PAGE, ends[branch])):
-                    if place >= len(own) or paths[branch, place] != own[place]:
-                        out[copy + 1 + place - at] = paths[branch, place]
-                copy += 1 + PAGE
-                copied += 1
-                page = -copied
-            out[block] = page
-            block += 1
+            start, stop = part * PAGE, min(lengths[row], (part + 1) * PAGE)
+            block, end = block_of_part, 0
+            while start < stop and end == 0:
+                end = _share(blocks[block], ends[block], paths[row, start:stop], places[row, start:stop])
+                block += 1
+            if start < stop:
+                count, ends[block - 1], part_of[block - 1] = max(count, block), end, part
+                places[row, start:stop] += (block - 1) * PAGE
+    return _written(first, slots, full, lengths, places, blocks[:count], part_of)
+
+
+@compiled
+def _share(block: IntArray, end: int, path: IntArray, places: IntArray) -> int:
+    """Puts the slots of a path into a block that ends there, but for those it has, and writes which places they have.
+
+    They are in the order of the path, and those in pairs that would be in a page: kernels may add up pair by pair. Returns
+    where the block ends then; 0 if it has too little room, and nothing was put there.
+    """
+    pair = 0
+    for at in range(0, len(path), 2):
+        low, high = path[at], path[at + 1] if at + 1 < len(path) else -1
+        while pair < end and not (block[pair] == low and (high < 0 or block[pair + 1] < 0 or block[pair + 1] == high)):
+            pair += 2
+        if pair == PAGE:
+            return 0
+        places[at] = pair
+        if high >= 0:
+            places[at + 1] = pair + 1
+        pair += 2
+        end = max(end, pair)
+    for at in range(len(path)):
+        block[places[at]] = path[at]
+    return end
+
+
+@compiled
+def _written(
+    first: int, slots: IntArray, full: int, lengths: IntArray, places: IntArray, blocks: IntArray, part_of: IntArray
+) -> IntArray:
+    """The plan; blocks [n, PAGE]: which slots are there, or -1; part_of: the how many-th page of a path each stands for."""
+    rows, columns = places.shape
+    own, count, copied = slots[full * PAGE :], len(blocks), 0
+    in_place = np.empty(count, np.bool_)
+    for block in range(count):
+        start = part_of[block] * PAGE
+        in_place[block] = _stand(blocks[block], own[start : start + PAGE])
+        copied += not in_place[block]
+    out = np.empty(_HEADER + full + rows * (1 + columns) + count + copied * (1 + PAGE), np.int32)
+    out[0], out[1], out[2], out[3], out[4], out[5] = rows, first, full, columns, count, copied
+    at = _HEADER
+    out[at : at + full] = slots[: full * PAGE : PAGE] // PAGE
+    at += full
+    out[at : at + rows] = lengths
+    at += rows
+    out[at : at + rows * columns] = places.reshape(-1)
+    at += rows * columns
+    copy = at + count
+    copied = 0
+    for block in range(count):
+        start = part_of[block] * PAGE
+        page = own[start] // PAGE if start < len(own) else -1
+        if not in_place[block]:
+            out[copy] = page
+            for place in range(PAGE):
+                stands = start + place < len(own) and blocks[block, place] == own[start + place]
+                out[copy + 1 + place] = -1 if stands else blocks[block, place]
+            copy += 1 + PAGE
+            copied += 1
+            page = -copied
+        out[at + block] = page
     return out
 
 
 @compiled
-def _begin_alike(a: IntArray, b: IntArray) -> bool:
-    """Whether one is a beginning of the other."""
-    at, end = 0, min(len(a), len(b))
-    while at < end and a[at] == b[at]:
-        at += 1
-    return at == end
+def _stand(block: IntArray, page: IntArray) -> bool:
+    """Whether all slots of a block are in their places in a page, given by its slots."""
+    stand = True
+    for place in range(PAGE):
+        stand = stand and (block[place] < 0 or (place < len(page) and block[place] == page[place]))
+    return stand
 
 
 @compiled
@@ -134,27 +180,25 @@ def _pages(places: int) -> int:
 class _Sequence(NamedTuple):
     """What some rows of one sequence see."""
 
+    first: int  # of its rows
     pages: IntArray  # that all of them see
-    rows: IntArray  # [n], branch by branch
     lengths: IntArray  # [n]: how many places each sees behind these pages
-    branches: IntArray  # [m, 2]: how many of the rows each branch has, and how many blocks
-    blocks: IntArray  # of the branches, one after the other: a page, or -1 - i for the i-th copied block
+    places: IntArray  # [n, most places]: where they are, over all blocks
+    blocks: IntArray  # of these places: a page, or -1 - i for the i-th copied block
     copies: IntArray  # [copied blocks, 1 + PAGE]: a page, and which slots are at its places instead; -1 for none
 
 
 @_long
 def _read(plan: IntArray, at: int) -> tuple[_Sequence, int]:
     """The sequence whose plan begins there, and where that ends."""
-    rows, full, branches, copied = plan[at], plan[at + 1], plan[at + 2], plan[at + 3]
+    rows, first, full, columns, blocks, copied = plan[at : at + _HEADER]
     at += _HEADER
     pages, at = plan[at : at + full], at + full
-    order, at = plan[at : at + rows], at + rows
     lengths, at = plan[at : at + rows], at + rows
-    table, at = plan[at : at + 2 * branches].reshape(branches, 2), at + 2 * branches
-    blocks = plan[at : at + table[:, 1].sum()]
-    at += len(blocks)
+    places, at = plan[at : at + rows * columns].reshape(rows, columns), at + rows * columns
+    numbers, at = plan[at : at + blocks], at + blocks
     copies, at = plan[at : at + copied * (1 + PAGE)].reshape(copied, 1 + PAGE), at + copied * (1 + PAGE)
-    return _Sequence(pages, order, lengths, table, blocks, copies), at
+    return _Sequence(first, pages, lengths, places, numbers, copies), at
 
 
 @_long
@@ -207,33 +251,46 @@ def _attend(
     qkv: FloatArray, keys: FloatArray, values: FloatArray, sequence: _Sequence, scale: float, out: FloatArray
 ) -> None:
     """As many rows at a time as the kernels take; query heads that share a KV head are rows of a product."""
-    dim, kv_heads, blocks = out.shape[2], len(keys), len(sequence.pages) + sequence.branches[:, 1].max()
-    fold = out.shape[1] // kv_heads
-    at_once = min(len(sequence.rows), max(1, ROWS // fold))
+    dim, kv_heads, full = out.shape[2], len(keys), len(sequence.pages)
+    fold, count = out.shape[1] // kv_heads, len(sequence.lengths)
+    at_once = min(count, max(1, ROWS // fold))
     places = keys.shape[2] // dim  # PAGE, but compilers don't know: of loops so short they would make no vectors
     copied = len(sequence.copies) * PAGE * dim
     own_keys, own_values = np.zeros((kv_heads, copied), keys.dtype), np.zeros((kv_heads, copied), keys.dtype)
     for kv in range(kv_heads):
         _copy_blocks(True, keys[kv].reshape(-1), sequence.copies, dim, own_keys[kv])
         _copy_blocks(False, values[kv].reshape(-1), sequence.copies, dim, own_values[kv])
+    blocks, straight = np.concatenate((sequence.pages, sequence.blocks)), _straight(sequence)
     queries, answers = np.empty((at_once * fold, dim), keys.dtype), np.empty((at_once * fold, dim), np.float32)
-    scores = np.empty((blocks, at_once * fold, places), np.float32)
+    scores = np.empty((len(blocks), at_once * fold, places), np.float32)
     weights, lanes = np.empty(scores.shape, keys.dtype), np.empty(places, np.float32)
-    for start in range(0, len(sequence.rows), at_once):
-        stop = min(start + at_once, len(sequence.rows))
-        rows, lengths = sequence.rows[start:stop], sequence.lengths[start:stop]
-        products = _products(sequence, start, stop)
+    path = np.empty(sequence.places.shape[1], np.float32)
+    for start in range(0, count, at_once):
+        rows = min(at_once, count - start)
+        first = sequence.first + start
         for kv in range(kv_heads):
-            for i in range(len(rows) * fold):
-                row, to = qkv[rows[i // fold], kv * fold + i % fold], queries[i]
+            for i in range(rows * fold):
+                asked, to = qkv[first + i // fold, kv * fold + i % fold], queries[i]
                 for d in range(dim):
-                    put(to, d, row[d])
-            _score(queries, fold, keys[kv], own_keys[kv], products, scores)
-            for i in range(len(rows) * fold):
-                _weigh(scores, i, len(sequence.pages) * PAGE + lengths[i // fold], scale, weights, lanes)
-            _add_up(weights, fold, values[kv], own_values[kv], products, answers)
-            for i in range(len(rows) * fold):
-                out[rows[i // fold], kv * fold + i % fold] = answers[i]
+                    put(to, d, asked[d])
+            _score(queries, rows * fold, keys[kv], own_keys[kv], blocks, scores)
+            for i in range(rows * fold):
+                row = start + i // fold
+                seen = sequence.places[row, : sequence.lengths[row]]
+                _weigh(scores, i, full, seen, straight[row], scale, weights, path, lanes)
+            _add_up(weights, rows * fold, values[kv], own_values[kv], blocks, answers)
+            for i in range(rows * fold):
+                out[first + i // fold, kv * fold + i % fold] = answers[i]
+
+
+@_long
+def _straight(sequence: _Sequence) -> IntArray:
+    """How many of each row's first places are those of their positions [n]."""
+    found = np.zeros(len(sequence.lengths), np.int32)
+    for row in range(len(found)):
+        while found[row] < sequence.lengths[row] and sequence.places[row, found[row]] == found[row]:
+            found[row] += 1
+    return found
 
 
 @_long
@@ -251,70 +308,68 @@ def _copy_blocks(keys: bool, pages: FloatArray, copies: IntArray, dim: int, out:
 
 
 @_long
-def _products(sequence: _Sequence, start: int, stop: int) -> IntArray:
-    """The blocks that rows start..stop see [n, 4]: the how many-th of its rows' blocks, which (see `_Sequence.blocks`), the
-    first of the rows that see it, counted from start, and how many do.
-    """
-    found = np.empty((len(sequence.pages) + len(sequence.blocks), 4), np.int32)
-    count = 0
-    for page in sequence.pages:
-        found[count] = np.array([count, page, 0, stop - start], np.int32)
-        count += 1
-    first, block = 0, 0
-    for branch in range(len(sequence.branches)):
-        rows, blocks = sequence.branches[branch]
-        low, high = max(start, first), min(stop, first + rows)
-        for at in range(blocks if low < high else 0):
-            number = sequence.blocks[block + at]
-            found[count] = np.array([len(sequence.pages) + at, number, low - start, high - low], np.int32)
-            count += 1
-        first, block = first + rows, block + blocks
-    return found[:count]
-
-
-@_long
 def _score(
-    queries: FloatArray, fold: int, keys: FloatArray, own: FloatArray, products: IntArray, out: FloatArray
+    queries: FloatArray, rows: int, keys: FloatArray, own: FloatArray, blocks: IntArray, out: FloatArray
 ) -> None:
-    """queries: [rows x fold, head_dim]; keys: a head's pages; own: its copied blocks.
+    """queries: [rows or more, head_dim]; keys: a head's pages; own: its copied blocks; blocks: as those of `_Sequence`.
 
-    out: [blocks, rows x fold, PAGE].
+    out: [blocks, rows or more, PAGE].
     """
     dim, size, narrow = queries.shape[1], queries.itemsize, queries.itemsize == 2
-    asked, to = np.int64(queries.ctypes.data), np.int64(out.ctypes.data)
+    asked: Any = np.int64(queries.ctypes.data)
+    to = np.int64(out.ctypes.data)
     pages, copies = np.int64(keys.ctypes.data), np.int64(own.ctypes.data)
-    for block, number, first, count in products:
+    for block, number in enumerate(blocks):
         page = pages + number * PAGE * dim * size if number >= 0 else copies - (number + 1) * PAGE * dim * size
-        result = to + (block * out.shape[1] + first * fold) * PAGE * 4
-        multiply(asked + first * fold * dim * size, count * fold, dim, page, PAGE, False, result, PAGE, narrow)
+        multiply(asked, rows, dim, page, PAGE, False, to + block * out.shape[1] * PAGE * 4, PAGE, narrow)
 
 
 @_long
 def _add_up(
-    weights: FloatArray, fold: int, values: FloatArray, own: FloatArray, products: IntArray, out: FloatArray
+    weights: FloatArray, rows: int, values: FloatArray, own: FloatArray, blocks: IntArray, out: FloatArray
 ) -> None:
-    """weights: [blocks, rows x fold, PAGE]; values: a head's pages; own: its copied blocks.
+    """weights: [blocks, rows or more, PAGE]; values: a head's pages; own: its copied blocks; blocks: as above.
 
-    out: [rows x fold, head_dim].
+    out: [rows or more, head_dim].
     """
     dim, size, narrow = out.shape[1], weights.itemsize, weights.itemsize == 2
-    shares, to = np.int64(weights.ctypes.data), np.int64(out.ctypes.data)
+    shares = np.int64(weights.ctypes.data)
+    to: Any = np.int64(out.ctypes.data)
     pages, copies = np.int64(values.ctypes.data), np.int64(own.ctypes.data)
-    for block, number, first, count in products:
+    for block, number in enumerate(blocks):
         page = pages + number * PAGE * dim * size if number >= 0 else copies - (number + 1) * PAGE * dim * size
-        some = shares + (block * weights.shape[1] + first * fold) * PAGE * size
-        multiply(some, count * fold, PAGE, page, dim, block > 0, to + first * fold * dim * 4, dim, narrow)
+        some = shares + block * weights.shape[1] * PAGE * size
+        multiply(some, rows, PAGE, page, dim, block > 0, to, dim, narrow)
 
 
 @_long
-def _weigh(scores: FloatArray, query: int, length: int, scale: float, weights: FloatArray, lanes: FloatArray) -> None:
-    """Softmax of a query's first `length` places; scores, written too, and weights: [blocks, queries, PAGE].
+def _weigh(
+    scores: FloatArray,
+    query: int,
+    full: int,
+    places: IntArray,
+    straight: int,
+    scale: float,
+    weights: FloatArray,
+    path: FloatArray,
+    lanes: FloatArray,
+) -> None:
+    """Softmax of what a query sees: `full` blocks, and of the others these places; the first `straight` as in a page.
 
-    lanes: [PAGE], for maxima and sums of as many places at a time as processors take.
+    scores, written too, and weights: [blocks, queries, PAGE]. path: [most places], for what has to change its place; lanes:
+    [PAGE], for maxima and sums of as many places at a time as processors take. One function: calls would take their time.
     """
-    seen, factor = (length + PAGE - 1) // PAGE, np.float32(scale)
-    for place in range(length - (seen - 1) * PAGE, PAGE):
-        scores[seen - 1, query, place] = -np.inf
+    seen, factor = full + (len(places) + PAGE - 1) // PAGE, np.float32(scale)
+    # Scores to position order, which the first are in. Indices as in engine.row_attention.
+    for at in range(straight, len(places)):
+        index: Any = np.uint32(places[at])
+        path[np.uint32(at)] = scores[full + index // _PAGE, query, index % _PAGE]
+    for start in range(0, len(places), PAGE):
+        row, own = scores[full + start // PAGE, query], path[start : start + PAGE]
+        for place in range(len(row)):
+            moved = own[place] if start + place < len(places) else np.float32(-np.inf)
+            row[place] = row[place] if start + place < straight else moved
+    # Weights in that order.
     lanes[:] = -np.inf
     for block in range(seen):
         row = scores[block, query]
@@ -336,5 +391,15 @@ def _weigh(scores: FloatArray, query: int, length: int, scale: float, weights: F
         row, to = scores[block, query], weights[block, query]
         for place in range(len(row)):
             put(to, place, row[place] / total)
-    for block in range(seen, len(weights)):
-        weights[block, query] = 0
+    # And from it to their places, with 0 at all others.
+    for at in range(straight, len(places)):
+        index = np.uint32(at)
+        path[index] = scores[full + index // _PAGE, query, index % _PAGE] / total
+    for block in range(full + straight // PAGE, len(weights)):
+        to = weights[block, query]
+        for place in range(len(to)):
+            if (block - full) * PAGE + place >= straight:
+                to[place] = 0
+    for at in range(straight, len(places)):
+        index = np.uint32(places[at])
+        put(weights[full + index // _PAGE, query], index % _PAGE, path[np.uint32(at)])

@@ -107,6 +107,39 @@ def test_a_rows_bits_depend_on_its_path_alone(dtype: torch.dtype) -> None:
             assert torch.equal(attended(pool, qkv[row : row + 1], heads, alone)[0], together[row])
 
 
+def grown(nodes: int, wide: bool, generator: np.random.Generator) -> BoolArray:
+    """A tree of so many nodes, that has many branches or few."""
+    out = np.zeros((nodes, nodes), np.bool_)
+    for node in range(1, nodes):
+        out[node] = out[generator.integers(0 if wide else max(0, node - 3), node)]
+        out[node, node - 1] = True
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prefix", [0, 33, 62, 64, 90])
+@pytest.mark.parametrize("wide", [False, True])
+def test_branches_share_blocks(dtype: torch.dtype, prefix: int, wide: bool) -> None:
+    """Each row of a tree has the bits that it has alone, at the end of a chain that stands in its pages."""
+    pool, heads, generator = filled(dtype), 6, np.random.default_rng(prefix)
+    slots = np.arange(3 * PAGE, 9 * PAGE, dtype=np.int32)
+    for nodes in (2, 9, 30, 63):
+        visible = grown(nodes, wide, generator)[1:, : nodes - 1]
+        count = len(visible)
+        tree_slots = slots[prefix : prefix + count].copy()
+        qkv = generator.standard_normal((count, heads + 2 * KV_HEADS, DIM)).astype(np.float32)
+        seen = plan([(slots, prefix, tree_slots, visible, 0)])
+        together = attended(pool, qkv, heads, seen)
+        if nodes == 63:
+            leaves = int((visible.sum(0) == 1).sum())
+            assert seen[4] < leaves, "blocks are shared"
+        for row, path in enumerate(paths(visible, slots[:prefix], tree_slots)):
+            elsewhere = np.arange(20 * PAGE, 20 * PAGE + len(path), dtype=np.int32)
+            pool.move(path.tolist(), elsewhere.tolist())
+            alone = plan([(elsewhere, len(path) - 1, elsewhere[-1:].copy(), lower(1), 0)])
+            assert torch.equal(attended(pool, qkv[row : row + 1], heads, alone)[0], together[row])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_paged_pool_moves_slots(dtype: torch.dtype) -> None:
     pool = filled(dtype)
