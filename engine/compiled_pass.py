@@ -36,6 +36,7 @@ class Weights(NamedTuple):
     embedding: FloatArray  # [vocab_size, hidden_size], of numbers_of
     linears: Any  # uint64 [4 * layers + 1]: qkv, attention's output, gate and up, down of each; then the output layer's
     blocked: bool  # whether those are addresses of BlockedLinear's weights; else handles of HalfLinear's
+    lines: Longs  # of BlockedLinear's
     biases: FloatArray  # of those layers that have one, one after the other
     bias_starts: Longs  # [linears + 1]: where each one's begins; nothing between two starts is none
     norms: FloatArray  # weights times the root of hidden_size, [2 * layers + 1, hidden_size]
@@ -83,8 +84,11 @@ class CompiledDecoder:
         layers: list[FusedLayer] = list(base.layers)
         linears, norms = _linears(layers), _norms(base)
         self.least_rows = 1 if all(map(_same_alone, [*linears, model.get_output_embeddings()])) else 2
-        read_in_order([each for each in linears if isinstance(each, BlockedLinear)])
         self.chooses = type(head) is type(linears[0])  # whether `best` is there
+        if isinstance(linears[0], BlockedLinear):
+            read_in_order(linears)
+            if self.chooses:
+                read_in_order([head])
         if self.chooses:
             linears.append(head)
         blocked = [each for each in linears if isinstance(each, BlockedLinear)]
@@ -101,6 +105,7 @@ class CompiledDecoder:
             numbers_of(base.embed_tokens.weight),
             np.array(handles or addresses, np.uint64),
             bool(blocked),
+            np.array([each.line for each in blocked], np.int64),
             torch.cat(biases).numpy(),
             np.cumsum([0, *(len(each) for each in biases)], dtype=np.int64),
             torch.stack([norm.scaled for norm in norms]).numpy(),
@@ -279,7 +284,7 @@ def _pass(
 def _linear(weights: Weights, which: int, x: FloatArray, of_x: np.uint64, out: FloatArray, of_out: np.uint64) -> None:
     """One of the linear layers; of_x, of_out: handles of x and out."""
     if weights.blocked:
-        product(x, weights.linears[which], out)
+        product(x, weights.linears[which], weights.lines[which], out)
     else:
         linear(weights.names, of_x, weights.linears[which], of_out)
     start, stop = weights.bias_starts[which], weights.bias_starts[which + 1]

@@ -23,6 +23,7 @@ from engine.quantized import WORTH_ROUNDING
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 # Weights of a bfloat16 model, times threads; below, one thread with BlockedLinear is faster than those with PackedLinear.
 _WORTH_THREADS = 400_000_000
+_CACHED = 48_000_000  # bytes of a model's weights: more come from memory for every pass
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
 _FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
@@ -82,26 +83,31 @@ class BlockedLinear(torch.nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else bias.float()
-        self.blocks = torch_calls.blocks_of(weight)
+        self.line = torch_calls.NARROW
+        self.blocks = torch_calls.blocks_of(weight, self.line)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features], of any dtype, rounded to bfloat16."""
         rows = x.reshape(-1, x.shape[-1]).float().contiguous().numpy()
         numbers = np.empty((len(rows), len(self.weight)), np.float32)
-        torch_calls.product(rows, np.uint64(self.blocks.data_ptr()), numbers)
+        torch_calls.product(rows, np.uint64(self.blocks.data_ptr()), self.line, numbers)
         torch_calls.leave()
         out = torch.from_numpy(numbers).view(*x.shape[:-1], -1)
         return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
 
 
 def read_in_order(layers: Sequence[BlockedLinear]) -> None:
-    """Moves the weights of layers to one piece of memory: reading them one after the other takes a tenth less time."""
+    """Moves the weights of layers to one piece of memory, laid out as reading them in this order takes the least time."""
     parts = [layer.blocks for layer in layers]
-    if all(after.data_ptr() == before.data_ptr() + before.nbytes for before, after in pairwise(parts)):
-        return
-    whole = torch.cat(parts)
-    for layer, part in zip(layers, whole.split([len(part) for part in parts]), strict=True):
-        layer.blocks = part
+    line = torch_calls.WIDE if sum(part.nbytes for part in parts) > _CACHED else torch_calls.NARROW
+    follow = all(after.data_ptr() == before.data_ptr() + before.nbytes for before, after in pairwise(parts))
+    if any(layer.line == torch_calls.WIDE for layer in layers) or (line == torch_calls.NARROW and follow):
+        return  # of the first of these layers alone, it is asked again
+    sizes = [torch_calls.blocks_of(layer.weight.to("meta"), line).numel() for layer in layers]
+    whole = parts[0].new_empty(sum(sizes) + torch_calls.PAGE_BYTES // 2)
+    start = -whole.data_ptr() % torch_calls.PAGE_BYTES // 2
+    for layer, part in zip(layers, whole[start : start + sum(sizes)].split(sizes), strict=True):
+        layer.line, layer.blocks = line, part.copy_(torch_calls.blocks_of(layer.weight, line))
 
 
 class Int8Linear(torch.nn.Module):

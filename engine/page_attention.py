@@ -57,7 +57,9 @@ def _multiplied(x: torch.Tensor, rows: int, block: torch.Tensor, outputs: int, a
     """Some first rows of x times a block, added to ones if asked for: [rows, outputs]."""
     out = torch.ones(rows, outputs)
     inputs = block.numel() // outputs
-    multiply(x.data_ptr(), rows, inputs, block.data_ptr(), outputs, add, out.data_ptr(), outputs, narrow)
+    multiply(
+        x.data_ptr(), inputs, rows, inputs, block.data_ptr(), outputs, outputs, add, out.data_ptr(), outputs, narrow
+    )
     return out
 
 
@@ -321,7 +323,7 @@ def _score(
     pages, copies = np.int64(keys.ctypes.data), np.int64(own.ctypes.data)
     for block, number in enumerate(blocks):
         page = pages + number * PAGE * dim * size if number >= 0 else copies - (number + 1) * PAGE * dim * size
-        multiply(asked, rows, dim, page, PAGE, False, to + block * out.shape[1] * PAGE * 4, PAGE, narrow)
+        multiply(asked, dim, rows, dim, page, PAGE, PAGE, False, to + block * out.shape[1] * PAGE * 4, PAGE, narrow)
 
 
 @_long
@@ -339,7 +341,7 @@ def _add_up(
     for block, number in enumerate(blocks):
         page = pages + number * PAGE * dim * size if number >= 0 else copies - (number + 1) * PAGE * dim * size
         some = shares + block * weights.shape[1] * PAGE * size
-        multiply(some, rows, PAGE, page, dim, block > 0, to, dim, narrow)
+        multiply(some, PAGE, rows, PAGE, page, dim, dim, block > 0, to, dim, narrow)
 
 
 @_long

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.compiled import COMPILES, compiled, put
 from engine.types import FloatArray
@@ -26,7 +27,12 @@ _NEEDED: list[str] = []  # names of torch's functions
 _WORD = 8  # bytes
 # Of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed.
 ROWS = 32
-_OUTPUTS = 32  # of a product at once, so of a block of weights: wider ones are read slower from memory
+# A weight lies in memory as lines, each of some outputs times two inputs. NARROW: some outputs with all inputs come after
+# others, the fastest from caches. WIDE: a line is a page of PAGE_BYTES, and a product goes through _PAIRS pages at once:
+# processors read ahead in each, in about so many, and get more from memory that way (benchmarks/README.md).
+NARROW, WIDE = 32, 1024
+_PAIRS = 32
+PAGE_BYTES = 4 * WIDE
 _long = partial(compiled, long=True)
 
 
@@ -131,54 +137,83 @@ def linear(names: Any, x: np.uint64, packed: np.uint64, out: np.uint64) -> None:
     _release(stack[0])
 
 
-def blocks_of(weight: torch.Tensor) -> torch.Tensor:
-    """A bfloat16 weight [out_features, in_features] laid out for `product`: blocks of outputs, pairs of inputs together.
+def blocks_of(weight: torch.Tensor, line: int) -> torch.Tensor:
+    """A bfloat16 weight [out_features, in_features] laid out for `product`, if wide, best from a multiple of PAGE_BYTES on.
 
-    in_features is even. Returns [out_features x in_features].
+    in_features is even; line: NARROW or WIDE. Returns blocks of lines [blocks x pairs of inputs x line x 2]: one part of the
+    inputs after the other, with all outputs.
     """
-    parts = weight.split(_OUTPUTS)
-    return torch.cat([part.view(len(part), -1, 2).transpose(0, 1).reshape(-1) for part in parts])
+    outputs, inputs = weight.shape
+    pairs = _pairs_of(inputs, line)
+    padded = F.pad(weight, (0, -inputs % (2 * pairs), 0, -outputs % NARROW))
+    parts = padded.view(len(padded), -1, pairs, 2).permute(2, 1, 0, 3).reshape(pairs, -1, 2)
+    lines = F.pad(parts, (0, 0, 0, -parts.shape[1] % line)).view(pairs, -1, line, 2)
+    return lines.transpose(0, 1).reshape(-1)
 
 
 @_long
-def product(x: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
+def _pairs_of(inputs: int, line: int) -> int:
+    """How many pairs of inputs a block has."""
+    return _PAIRS if line == WIDE else inputs // 2
+
+
+@_long
+def product(x: FloatArray, blocks: np.uint64, line: int, out: FloatArray) -> None:
     """A linear layer in bfloat16 with sums in float32 (engine.cpu.BlockedLinear), without its bias, on one thread.
 
-    x: [rows, in_features], rounded here; blocks: the address of its weight's; out: [rows, out_features]. `leave` follows a
-    thread's last product.
+    x: [rows, in_features], rounded here; blocks: the address of its weight's, and line: as in blocks_of; out:
+    [rows, out_features]. `leave` follows a thread's last product.
     """
     rounded: Any = np.empty(x.shape, np.uint16)
     for row in range(len(x)):
         for i in range(x.shape[1]):
             put(rounded[row], i, x[row, i])
-    _product(rounded, blocks, out)
+    _product(rounded, blocks, line, out)
 
 
 @_long
-def _product(x: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
+def _product(x: FloatArray, blocks: np.uint64, line: int, out: FloatArray) -> None:
     (rows, inputs), outputs = x.shape, out.shape[1]
-    at, to, weights = np.int64(x.ctypes.data), np.int64(out.ctypes.data), np.int64(blocks)
-    for first in range(0, outputs, _OUTPUTS):
-        width, block = min(_OUTPUTS, outputs - first), weights + first * inputs * 2
-        for row in range(0, rows, ROWS):
-            some, result = min(ROWS, rows - row), to + (row * outputs + first) * 4
-            multiply(at + row * inputs * 2, some, inputs, block, width, False, result, outputs, True)
+    at, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+    weights: Any = np.int64(blocks)
+    pairs, place = _pairs_of(inputs, line), 0  # in all lines, one after the other
+    for first in range(0, inputs, 2 * pairs):
+        some_inputs, output = min(2 * pairs, inputs - first), 0
+        while output < outputs:
+            width = min(outputs - output, line - place % line)
+            block = weights + (place // line * pairs * line + place % line) * 4
+            for row in range(0, rows, ROWS):
+                some, result = min(ROWS, rows - row), to + (row * outputs + output) * 4
+                given = at + (row * inputs + first) * 2
+                multiply(given, inputs, some, some_inputs, block, line, width, first > 0, result, outputs, True)
+            output, place = output + width, place + width
+        place += -outputs % NARROW
 
 
 @_long
 def multiply(
-    x: int, rows: int, inputs: int, block: int, outputs: int, add: bool, out: int, out_row: int, narrow: bool
+    x: int,
+    x_row: int,
+    rows: int,
+    inputs: int,
+    block: int,
+    block_row: int,
+    outputs: int,
+    add: bool,
+    out: int,
+    out_row: int,
+    narrow: bool,
 ) -> None:
-    """x [rows, inputs] times a block [inputs, outputs], written to `out`, whose rows are out_row numbers apart, or added.
+    """x [rows, inputs] times a block [inputs, outputs], written to `out` or added.
 
-    By addresses. out is float32; narrow: x and block are bfloat16, pairs of inputs together in the block; else float32. More
-    than ROWS rows make more kernels. Each number is one sum in the order of the inputs, so a row's bits don't
-    depend on the others.
+    By addresses, each with how many numbers lie between the beginnings of rows. out is float32; narrow: x and block are
+    bfloat16, pairs of inputs together in rows of the block; else float32. More than ROWS rows make more kernels. Each number
+    is one sum in the order of the inputs, so a row's bits don't depend on the others.
     """
     if narrow:
-        _narrow(rows, outputs, inputs, inputs, outputs, out_row, add, x, block, out, True)
+        _narrow(rows, outputs, inputs, x_row, block_row, out_row, add, x, block, out, True)
     else:
-        _wide(rows, outputs, inputs, inputs, outputs, out_row, add, x, block, out, False)
+        _wide(rows, outputs, inputs, x_row, block_row, out_row, add, x, block, out, False)
 
 
 @_long

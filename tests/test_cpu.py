@@ -24,6 +24,7 @@ from engine.cpu import (
     read_in_order,
 )
 from engine.runner import ModelRunner
+from engine.torch_calls import NARROW, PAGE_BYTES, WIDE
 from tests import exact
 
 HALF = "fbgemm" in torch.backends.quantized.supported_engines
@@ -77,10 +78,15 @@ def test_at_a_fixed_number_of_rows_neither_place_nor_neighbours_change_a_bit() -
 @needs_bf16
 @pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (384, 1024), (97, 34), (70, 4096)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_layer_in_bfloat16_rounds_its_input_alone(shape: tuple[int, int], biased: bool) -> None:
+@pytest.mark.parametrize("cached", [0, 10**9])
+def test_a_layer_in_bfloat16_rounds_its_input_alone(
+    shape: tuple[int, int], biased: bool, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_CACHED", cached)
     given, bias = weight(*shape).bfloat16(), weight(shape[0], seed=1).bfloat16() if biased else None
     layer = make_linear(given, bias)
     assert isinstance(layer, BlockedLinear)
+    read_in_order([layer])
     x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(2))
     whole = layer(x)
     expected = F.linear(x.bfloat16().double(), given.double(), None if bias is None else bias.double())
@@ -115,14 +121,21 @@ def test_where_onednn_has_no_kernels_for_bfloat16_others_compute(limit: str) -> 
 
 
 @needs_bf16
-def test_weights_that_are_read_in_order_lie_in_order() -> None:
-    layers = [BlockedLinear(weight(*shape).bfloat16(), None) for shape in ((64, 32), (97, 64), (32, 96))]
-    before = [layer.blocks.clone() for layer in layers]
+@pytest.mark.parametrize("cached", [0, 10**9])
+def test_weights_that_are_read_in_order_lie_in_order(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_CACHED", cached)
+    layers = [BlockedLinear(weight(*shape).bfloat16(), None) for shape in ((64, 32), (97, 64), (1100, 96))]
+    x = [torch.randn(3, layer.weight.shape[1]) for layer in layers]
+    before = [layer(each) for layer, each in zip(layers, x, strict=True)]
     for count in (3, 3, 2):  # the last two times they are in order already
         read_in_order(layers[:count])
-        addresses = [layer.blocks.data_ptr() - layers[0].blocks.data_ptr() for layer in layers]
-        assert addresses == [0, 2 * 64 * 32, 2 * (64 * 32 + 97 * 64)]
-    assert all(torch.equal(layer.blocks, each) for layer, each in zip(layers, before, strict=True))
+        first, *others = [layer.blocks.data_ptr() for layer in layers]
+        sizes = [layer.blocks.nbytes for layer in layers]
+        assert first % PAGE_BYTES == 0
+        assert others == [first + sizes[0], first + sizes[0] + sizes[1]]
+        assert {layer.line for layer in layers} == {NARROW if cached else WIDE}
+    for layer, each, out in zip(layers, x, before, strict=True):
+        torch.testing.assert_close(layer(each), out, rtol=1e-5, atol=1e-5)
 
 
 def test_a_checkpoint_that_does_not_fit_half_runs_too(tmp_path: Path) -> None:
