@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,15 +22,12 @@ from rich.console import Console
 
 from benchmarks.bench.checkpoints import make_pair
 from cluster.warm import warm_up
-from engine.compiled import compiled
 from engine.cpu import HalfLinear
 from engine.decode import decode_steps
 from engine.runner import ModelRunner
-from engine.types import FloatArray, GenerationRequest, SamplingParams
+from engine.types import GenerationRequest, SamplingParams
 
 READ_BYTES = 1 << 29
-_SIDE_BY_SIDE = 16
-_LINE = 16  # numbers
 _STEPS = 4  # of a round
 console = Console(stderr=True)
 
@@ -40,25 +36,8 @@ def readers() -> dict[str, Callable[[], object]]:
     """Ways to read READ_BYTES from memory."""
     numbers = torch.ones(READ_BYTES // 4)
     array, half = numbers.numpy(), numbers.view(-1, 4096)
-    vector, parts = torch.ones(4096), array.reshape(_SIDE_BY_SIDE, -1)
-    read_side_by_side(parts[:, :_LINE].copy())
-    return {
-        "sum": numbers.sum,
-        "dot": lambda: np.dot(array, array),
-        "matrix": lambda: half @ vector,
-        "side by side": lambda: read_side_by_side(parts),
-    }
-
-
-@partial(compiled, long=True)
-def read_side_by_side(parts: FloatArray) -> float:
-    """The sum of pieces of memory [pieces, a multiple of _LINE], a line of each in turn: processors read ahead in each."""
-    total = np.float32(0)
-    for at in range(0, parts.shape[1], _LINE):
-        for part in range(len(parts)):
-            for i in range(_LINE):
-                total += parts[part, at + i]
-    return float(total)
+    vector = torch.ones(4096)
+    return {"sum": numbers.sum, "dot": lambda: np.dot(array, array), "matrix": lambda: half @ vector}
 
 
 def seconds(call: Callable[[], object]) -> float:

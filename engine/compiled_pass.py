@@ -83,14 +83,14 @@ class CompiledDecoder:
         base = model.base_model
         layers: list[FusedLayer] = list(base.layers)
         linears, norms = _linears(layers), _norms(base)
-        self.least_rows = 1 if all(map(_same_alone, [*linears, model.get_output_embeddings()])) else 2
         self.chooses = type(head) is type(linears[0])  # whether `best` is there
+        outer = [head] if self.chooses else []
         if isinstance(linears[0], BlockedLinear):
-            read_in_order(linears)
-            if self.chooses:
-                read_in_order([head])
-        if self.chooses:
-            linears.append(head)
+            size = sum(2 * each.weight.numel() for each in [*linears, *outer])
+            read_in_order(linears, size)
+            read_in_order(outer, size)
+        self.least_rows = 1 if all(map(_same_alone, [*linears, model.get_output_embeddings()])) else 2
+        linears += outer
         blocked = [each for each in linears if isinstance(each, BlockedLinear)]
         self._blocks = [each.blocks for each in blocked]  # held while their addresses are used
         handles = torch_calls.handles_of([each.packed for each in linears if isinstance(each, HalfLinear)])

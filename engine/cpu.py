@@ -6,7 +6,6 @@ modules are replaced depends on their shapes and classes and the number of threa
 
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,9 @@ from engine.quantized import WORTH_ROUNDING
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 # Weights of a bfloat16 model, times threads; below, one thread with BlockedLinear is faster than those with PackedLinear.
 _WORTH_THREADS = 400_000_000
-_CACHED = 48_000_000  # bytes of a model's weights: more come from memory for every pass
+_CACHED = (
+    25_000_000  # bytes of a model's weights: more may come from memory for every pass (python -m benchmarks.weights)
+)
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
 _FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
@@ -96,17 +97,22 @@ class BlockedLinear(torch.nn.Module):
         return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
 
 
-def read_in_order(layers: Sequence[BlockedLinear]) -> None:
-    """Moves the weights of layers to one piece of memory, laid out as reading them in this order takes the least time."""
-    parts = [layer.blocks for layer in layers]
-    line = torch_calls.WIDE if sum(part.nbytes for part in parts) > _CACHED else torch_calls.NARROW
-    follow = all(after.data_ptr() == before.data_ptr() + before.nbytes for before, after in pairwise(parts))
-    if any(layer.line == torch_calls.WIDE for layer in layers) or (line == torch_calls.NARROW and follow):
-        return  # of the first of these layers alone, it is asked again
+def read_in_order(layers: Sequence[BlockedLinear], size: int) -> None:
+    """Moves the weights of layers to one piece of memory, laid out as reading them in this order takes the least time.
+
+    size: bytes of all weights that a pass reads. The first of these layers may be given again, alone: they stay.
+    """
+    starts = [layer.blocks.data_ptr() for layer in layers]
+    ends = [start + layer.blocks.nbytes for start, layer in zip(starts, layers, strict=True)]
+    line = torch_calls.WIDE if size > _CACHED else torch_calls.NARROW
+    if any(layer.line == torch_calls.WIDE for layer in layers) or (
+        line == torch_calls.NARROW and starts[1:] == ends[:-1]
+    ):
+        return
     sizes = [torch_calls.blocks_of(layer.weight.to("meta"), line).numel() for layer in layers]
-    whole = parts[0].new_empty(sum(sizes) + torch_calls.PAGE_BYTES // 2)
-    start = -whole.data_ptr() % torch_calls.PAGE_BYTES // 2
-    for layer, part in zip(layers, whole[start : start + sum(sizes)].split(sizes), strict=True):
+    whole = torch.empty(sum(sizes) + torch_calls.PAGE_BYTES // 2, dtype=torch.bfloat16)
+    first = -whole.data_ptr() % torch_calls.PAGE_BYTES // 2
+    for layer, part in zip(layers, whole[first : first + sum(sizes)].split(sizes), strict=True):
         layer.line, layer.blocks = line, part.copy_(torch_calls.blocks_of(layer.weight, line))
 
 

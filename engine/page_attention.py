@@ -3,12 +3,14 @@
 A paged pool (KVPool) keeps a page's keys feature by feature and its values slot by slot, so that pages are read where they
 are, by all rows of a sequence at once: first the full pages that all of them see. Behind those, PAGE positions of a path are
 in one block, a page again where their slots are in its places. Others are copied: paths of a tree share a block, each with
-slots between its own that it doesn't see, as far as there is room. Those have the weight 0, and what a row sees is in the
-same block and order whatever else is there: so its bits depend on its own path alone, as long as all numbers are finite.
+slots between its own that it doesn't see, as far as there is room. Those have the weight 0, and what a row sees is in one
+block, in the same order and pairs whatever else is there: so its bits depend on its own path alone, as long as all numbers
+of the sequence and its tree are finite.
 """
 
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,14 +43,14 @@ def consistent(narrow: bool, dim: int, fold: int) -> bool:
         found = [_multiplied(x, rows, block, outputs, add, narrow) for rows in range(1, most + 1)]
         same = same and all(torch.equal(out, found[-1][:rows]) for rows, out in enumerate(found, 1))
     pairs = torch.arange(PAGE // 2)
-    apart = torch.cat([pairs[::2], pairs[1::2]])
     x, block = (torch.arange(1.0 * rows * PAGE).sin().to(kind).view(rows, -1, 2) for rows in (ROWS, dim))
-    x[:, len(pairs) // 2 :] = 0  # the others are moved between these
-    moved_x, moved, lines = torch.empty_like(x), torch.empty_like(block), block.view(len(pairs), -1)
-    moved_x[:, apart], moved.view(len(pairs), -1)[apart] = x, lines
-    for add in (False, True):
-        found = [_multiplied(*those, dim, add, narrow) for those in ((x, ROWS, block), (moved_x, ROWS, moved))]
-        same = same and torch.equal(*found)
+    x[:, len(pairs) // 2 :] = 0  # the others are moved between these, or before the last of these
+    seen, others = pairs.chunk(2)
+    for order in (torch.stack([seen, others], 1).flatten(), torch.cat([seen[:1], others, seen[1:]])):
+        moved_x, moved = x[:, order].contiguous(), block.view(len(pairs), -1)[order]
+        for rows, add in product((1, ROWS), (False, True)):
+            found = [_multiplied(*those, dim, add, narrow) for those in ((x, rows, block), (moved_x, rows, moved))]
+            same = same and torch.equal(*found)
     leave()
     return same
 
@@ -356,7 +358,7 @@ def _weigh(
     path: FloatArray,
     lanes: FloatArray,
 ) -> None:
-    """Softmax of what a query sees: `full` blocks, and of the others these places; the first `straight` as in a page.
+    """Softmax of what a query sees: `full` blocks, and of the others these places, the first `straight` at their positions.
 
     scores, written too, and weights: [blocks, queries, PAGE]. path: [most places], for what has to change its place; lanes:
     [PAGE], for maxima and sums of as many places at a time as processors take. One function: calls would take their time.

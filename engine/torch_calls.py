@@ -207,8 +207,8 @@ def multiply(
     """x [rows, inputs] times a block [inputs, outputs], written to `out` or added.
 
     By addresses, each with how many numbers lie between the beginnings of rows. out is float32; narrow: x and block are
-    bfloat16, pairs of inputs together in rows of the block; else float32. More than ROWS rows make more kernels. Each number
-    is one sum in the order of the inputs, so a row's bits don't depend on the others.
+    bfloat16, rows of the block are of pairs of inputs, each one number; else float32. More than ROWS rows make more kernels.
+    Each number is one sum in the order of the inputs, so a row's bits don't depend on the others.
     """
     if narrow:
         _narrow(rows, outputs, inputs, x_row, block_row, out_row, add, x, block, out, True)

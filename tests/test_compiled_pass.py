@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import noise, sampling, torch_calls
+from engine import cpu, noise, sampling, torch_calls
 from engine.attention import chain_rows
 from engine.compiled import exponential
 from engine.compiled_pass import CompiledDecoder
@@ -95,11 +95,40 @@ def test_in_bfloat16_logits_are_nearer_to_the_exact_ones_than_those_of_transform
             assert (logits - exactly).square().mean() < (rounded - exactly).square().mean()
 
 
+@pytest.fixture(params=["float32", "bfloat16 from caches", "bfloat16 from memory"])
+def each_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    """With all layouts of weights."""
+    if request.param == "float32":
+        return request.getfixturevalue("compiled")  # type: ignore[no-any-return]
+    if not torch_calls.narrow_available():
+        pytest.skip("bfloat16 is emulated")
+    monkeypatch.setattr(cpu, "_CACHED", 10**9 if request.param == "bfloat16 from caches" else 0)
+    runner = ModelRunner(exact.TARGET, dtype="bfloat16", kv_tokens=512)
+    assert isinstance(runner._decoder, CompiledDecoder)
+    line = torch_calls.WIDE if request.param == "bfloat16 from memory" else torch_calls.NARROW
+    assert set(runner._decoder.weights.lines) == {line}
+    return runner
+
+
+@pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
+@pytest.mark.parametrize("cached", [0, 10**9])
+def test_first_layers_share_the_weights_of_all(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_CACHED", cached)
+    runner = ModelRunner(exact.TARGET, dtype="bfloat16", kv_tokens=64)
+    few = runner.first_layers(2)
+    assert isinstance(runner._decoder, CompiledDecoder)
+    assert isinstance(few._decoder, CompiledDecoder)
+    whole, part = runner._decoder.weights, few._decoder.weights
+    assert part.linears[:-1].tolist() == whole.linears[: len(part.linears) - 1].tolist()
+    assert part.linears[-1] == whole.linears[-1], "the head"
+    assert set(part.lines) == set(whole.lines) == {torch_calls.NARROW if cached else torch_calls.WIDE}
+
+
 def test_a_sequence_has_the_same_bits_whatever_else_is_in_the_pass(
-    compiled: ModelRunner, prompts: list[Tokens]
+    each_compiled: ModelRunner, prompts: list[Tokens]
 ) -> None:
     """Single rows, trees behind their prefix and trees elsewhere, in one pass and each alone."""
-    tree = grown(9, seed=3)
+    compiled, tree = each_compiled, grown(9, seed=3)
     with leased(compiled, 64, 64, 64, 64) as (one, other, third, elsewhere):
         for lease, prompt in ((one, prompts[0]), (other, prompts[1]), (third, prompts[2])):
             prefill(compiled, lease, prompt[:40])

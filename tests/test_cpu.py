@@ -86,7 +86,7 @@ def test_a_layer_in_bfloat16_rounds_its_input_alone(
     given, bias = weight(*shape).bfloat16(), weight(shape[0], seed=1).bfloat16() if biased else None
     layer = make_linear(given, bias)
     assert isinstance(layer, BlockedLinear)
-    read_in_order([layer])
+    read_in_order([layer], layer.weight.nbytes)
     x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(2))
     whole = layer(x)
     expected = F.linear(x.bfloat16().double(), given.double(), None if bias is None else bias.double())
@@ -128,7 +128,7 @@ def test_weights_that_are_read_in_order_lie_in_order(cached: int, monkeypatch: p
     x = [torch.randn(3, layer.weight.shape[1]) for layer in layers]
     before = [layer(each) for layer, each in zip(layers, x, strict=True)]
     for count in (3, 3, 2):  # the last two times they are in order already
-        read_in_order(layers[:count])
+        read_in_order(layers[:count], 1)
         first, *others = [layer.blocks.data_ptr() for layer in layers]
         sizes = [layer.blocks.nbytes for layer in layers]
         assert first % PAGE_BYTES == 0

@@ -132,7 +132,7 @@ def test_branches_share_blocks(dtype: torch.dtype, prefix: int, wide: bool) -> N
         together = attended(pool, qkv, heads, seen)
         if nodes == 63:
             leaves = int((visible.sum(0) == 1).sum())
-            assert seen[4] < leaves, "blocks are shared"
+            assert seen[4] < leaves, "blocks, of which the plan's header says the number, are shared"
         for row, path in enumerate(paths(visible, slots[:prefix], tree_slots)):
             elsewhere = np.arange(20 * PAGE, 20 * PAGE + len(path), dtype=np.int32)
             pool.move(path.tolist(), elsewhere.tolist())
