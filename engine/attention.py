@@ -42,9 +42,12 @@ class SequenceRows:
     tree_slots: IntArray  # [m]: slots behind the prefix that any row sees, its own included; ancestors come first
     visible: BoolArray  # [n, m]
     wanted: int = 0  # logits are returned for rows from this one on
+    in_place: bool = False  # guesses, whose bits may depend on where slots are: see page_attention.plan
 
 
-def chain_rows(lease: Lease, start: int, tokens: Sequence[int], wanted: int | None = None) -> SequenceRows:
+def chain_rows(
+    lease: Lease, start: int, tokens: Sequence[int], wanted: int | None = None, in_place: bool = False
+) -> SequenceRows:
     """Rows of consecutive committed tokens at positions `start`...; by default logits of the last one only."""
     n = len(tokens)
     slots = lease.slots[start : start + n]
@@ -57,6 +60,7 @@ def chain_rows(lease: Lease, start: int, tokens: Sequence[int], wanted: int | No
         tree_slots=slots,
         visible=_ITSELF if n == 1 else np.tri(n, dtype=np.bool_),
         wanted=n - 1 if wanted is None else wanted,
+        in_place=in_place,
     )
 
 
@@ -249,7 +253,9 @@ class Layout:
             low, high = max(start - first, 0), min(stop - first, len(rows.tokens))
             if low < high:
                 seen = rows.visible[low:high]
-                sequences.append((rows.lease.slots, rows.prefix, rows.tree_slots, seen, first + low - start))
+                sequences.append(
+                    (rows.lease.slots, rows.prefix, rows.tree_slots, seen, first + low - start, rows.in_place)
+                )
         return Seen(tokens, positions, write, plan(sequences))
 
     def _groups(self, start: int, stop: int, window: int | None) -> list[Group | Paths]:

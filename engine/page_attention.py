@@ -23,6 +23,7 @@ from engine.types import BoolArray, FloatArray, IntArray
 
 _long = partial(compiled, long=True)
 _HEADER = 6
+_WORD = 4  # bytes
 _PAGE = np.uint32(PAGE)
 _NOTHING = np.zeros(0, np.int32)
 
@@ -65,19 +66,24 @@ def _multiplied(x: torch.Tensor, rows: int, block: torch.Tensor, outputs: int, a
     return out
 
 
-def plan(sequences: Sequence[tuple[IntArray, int, IntArray, BoolArray, int]]) -> IntArray:
+def plan(sequences: Sequence[tuple[IntArray, int, IntArray, BoolArray, int, bool]]) -> IntArray:
     """What rows of a pass see, for `attend`.
 
     Of each sequence: its slots in position order, how many of them all rows see, tree slots, which of those each row sees
-    [rows, tree slots] (ancestors come first, its own last), and which row of the pass is its first.
+    [rows, tree slots] (ancestors come first, its own last), which row of the pass is its first, and whether its slots are
+    read in place: nothing is copied, but its rows' bits depend on where the slots of their paths are.
     """
     plans = [plan_one(*sequence) for sequence in sequences]
     return plans[0] if len(plans) == 1 else np.concatenate([_NOTHING, *plans])
 
 
 @compiled
-def plan_one(slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolArray, first: int) -> IntArray:
+def plan_one(
+    slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolArray, first: int, in_place: bool
+) -> IntArray:
     """One sequence's, as `_read` reads it."""
+    if in_place:
+        return _in_place(slots, prefix, tree_slots, visible, first)
     rows, full = len(visible), prefix // PAGE
     rest, own = prefix - full * PAGE, slots[full * PAGE :]
     paths, lengths = np.empty((rows, rest + len(tree_slots)), np.int32), np.full(rows, rest, np.int32)
@@ -103,6 +109,40 @@ def plan_one(slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolAr
                 count, ends[block - 1], part_of[block - 1] = max(count, block), end, part
                 places[row, start:stop] += (block - 1) * PAGE
     return _written(first, slots, full, lengths, places, blocks[:count], part_of)
+
+
+@compiled
+def _in_place(slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolArray, first: int) -> IntArray:
+    """A plan whose blocks are all pages that any row sees a slot of; the committed slots are in the places of a page."""
+    rows, full = len(visible), prefix // PAGE
+    own = slots[full * PAGE : prefix]
+    places = np.zeros((rows, len(own) + len(tree_slots)), np.int32)
+    lengths = np.full(rows, len(own), np.int32)
+    pages, count = np.empty(1 + len(tree_slots), np.int32), 0
+    if len(own):
+        pages[0], count = own[0] // PAGE, 1
+        places[:, : len(own)] = np.arange(len(own))
+    for column in range(len(tree_slots)):
+        if visible[:, column].any():
+            page, block = tree_slots[column] // PAGE, 0
+            while block < count and pages[block] != page:
+                block += 1
+            pages[block], count = page, max(count, block + 1)
+            for row in range(rows):
+                if visible[row, column]:
+                    places[row, lengths[row]] = block * PAGE + tree_slots[column] % PAGE
+                    lengths[row] += 1
+    columns = lengths.max()
+    out = np.empty(_HEADER + full + rows * (1 + columns) + count, np.int32)
+    out[0], out[1], out[2], out[3], out[4], out[5] = rows, first, full, columns, count, 0
+    at = _HEADER
+    out[at : at + full] = slots[: full * PAGE : PAGE] // PAGE
+    at += full
+    out[at : at + rows] = lengths
+    at += rows
+    out[at : at + rows * columns] = places[:, :columns].copy().reshape(-1)
+    out[at + rows * columns :] = pages[:count]
+    return out
 
 
 @compiled
@@ -227,16 +267,6 @@ def _places(keys: bool, slot: int, dim: int, size: int) -> tuple[int, int, int]:
 
 
 @_long
-def _copy(keys: bool, pages: FloatArray, slot: int, to: int, dim: int, out: FloatArray) -> None:
-    """A slot of a head's pages to the place `to` of copied blocks."""
-    start, step, pair = _places(keys, slot, dim, pages.itemsize)
-    out_start = _places(keys, to, dim, pages.itemsize)[0]
-    for at in range(dim // pair if keys else dim):
-        for each in range(pair if keys else 1):
-            out[out_start + at * step + each] = pages[start + at * step + each]
-
-
-@_long
 def attend(
     qkv: FloatArray, keys: FloatArray, values: FloatArray, plan: IntArray, scale: float, out: FloatArray
 ) -> None:
@@ -259,11 +289,16 @@ def _attend(
     fold, count = out.shape[1] // kv_heads, len(sequence.lengths)
     at_once = min(count, max(1, ROWS // fold))
     places = keys.shape[2] // dim  # PAGE, but compilers don't know: of loops so short they would make no vectors
-    copied = len(sequence.copies) * PAGE * dim
-    own_keys, own_values = np.zeros((kv_heads, copied), keys.dtype), np.zeros((kv_heads, copied), keys.dtype)
+    sources, places_of = _moved(sequence.copies)
+    own_keys = np.zeros((kv_heads, len(sequence.copies) * PAGE * dim), keys.dtype)
+    own_values = np.zeros_like(own_keys)
     for kv in range(kv_heads):
-        _copy_blocks(True, keys[kv].reshape(-1), sequence.copies, dim, own_keys[kv])
-        _copy_blocks(False, values[kv].reshape(-1), sequence.copies, dim, own_values[kv])
+        _copy_pages(keys[kv], sequence.copies, own_keys[kv])
+        _copy_pages(values[kv], sequence.copies, own_values[kv])
+        _copy_keys(_words(keys[kv].reshape(-1)), sources, places_of, dim * keys.itemsize // _WORD, _words(own_keys[kv]))
+        _copy_values(
+            _words(values[kv].reshape(-1)), sources, places_of, dim, _WORD // keys.itemsize, _words(own_values[kv])
+        )
     blocks, straight = np.concatenate((sequence.pages, sequence.blocks)), _straight(sequence)
     queries, answers = np.empty((at_once * fold, dim), keys.dtype), np.empty((at_once * fold, dim), np.float32)
     scores = np.empty((len(blocks), at_once * fold, places), np.float32)
@@ -298,17 +333,58 @@ def _straight(sequence: _Sequence) -> IntArray:
 
 
 @_long
-def _copy_blocks(keys: bool, pages: FloatArray, copies: IntArray, dim: int, out: FloatArray) -> None:
-    """One head's copied blocks; pages, out: flat."""
-    size = PAGE * dim
+def _moved(copies: IntArray) -> tuple[IntArray, IntArray]:
+    """Slots that are copied, and to which places over all copied blocks."""
+    slots, places = np.empty(copies.size, np.int32), np.empty(copies.size, np.int32)
+    count = 0
+    for block in range(len(copies)):
+        for place in range(PAGE):
+            if copies[block, 1 + place] >= 0:
+                slots[count], places[count] = copies[block, 1 + place], block * PAGE + place
+                count += 1
+    return slots[:count], places[:count]
+
+
+@_long
+def _copy_pages(pages: FloatArray, copies: IntArray, out: FloatArray) -> None:
+    """What stays of a head's pages; out: copied blocks, flat."""
+    size = pages.shape[1]
     for block in range(len(copies)):
         page = copies[block, 0]
         if page >= 0:
-            out[block * size : (block + 1) * size] = pages[page * size : (page + 1) * size]
-        for place in range(PAGE):
-            slot = copies[block, 1 + place]
-            if slot >= 0:
-                _copy(keys, pages, slot, block * PAGE + place, dim, out)
+            out[block * size : (block + 1) * size] = pages[page]
+
+
+@_long
+def _words(numbers: FloatArray) -> Any:
+    """Numbers as words of four bytes: one float32, or a pair in bfloat16."""
+    return numbers.view(np.uint32)
+
+
+@_long
+def _copy_keys(pages: Any, slots: IntArray, places: IntArray, features: int, out: Any) -> None:
+    """Slots of a head's pages to their places in copied blocks; all in words, of which a key has so many."""
+    size = PAGE * features
+    starts, ends = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    for i in range(len(slots)):
+        starts[i] = slots[i] // PAGE * size + slots[i] % PAGE
+        ends[i] = places[i] // PAGE * size + places[i] % PAGE
+    for at in range(0, size, PAGE):
+        for i in range(len(slots)):
+            out[ends[i] + at] = pages[starts[i] + at]
+
+
+@_long
+def _copy_values(pages: Any, slots: IntArray, places: IntArray, dim: int, pair: int, out: Any) -> None:
+    """As `_copy_keys`; pair: how many slots share a word."""
+    bits = np.uint32(32 // pair)
+    kept = np.uint32(0xFFFFFFFF) >> (np.uint32(32) - bits)
+    for i in range(len(slots)):
+        row, to = pages[slots[i] // pair * dim :][:dim], out[places[i] // pair * dim :][:dim]
+        down, up = np.uint32(slots[i] % pair) * bits, np.uint32(places[i] % pair) * bits
+        others = ~np.uint32(kept << up)
+        for d in range(len(to)):
+            to[d] = (to[d] & others) | np.uint32(((row[d] >> down) & kept) << up)
 
 
 @_long

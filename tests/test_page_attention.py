@@ -67,7 +67,10 @@ def branching() -> BoolArray:
 @pytest.mark.parametrize("heads", [2, 6, 80])
 @pytest.mark.parametrize("prefix", [0, 5, 32, 63, 100])
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_rows_attend_to_their_own_paths(dtype: torch.dtype, heads: int, prefix: int, elsewhere: bool) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_attend_to_their_own_paths(
+    dtype: torch.dtype, heads: int, prefix: int, elsewhere: bool, in_place: bool
+) -> None:
     """A row, a chain longer than what kernels take at once, and a tree; their slots behind the prefix, or anywhere."""
     pool, generator = filled(dtype), np.random.default_rng(6)
     for visible in (lower(1), lower(40), branching()):
@@ -78,7 +81,8 @@ def test_rows_attend_to_their_own_paths(dtype: torch.dtype, heads: int, prefix: 
         if elsewhere:
             tree_slots = generator.permutation(slots[prefix:])[:count].copy()
         qkv = generator.standard_normal((count + 2, heads + 2 * KV_HEADS, DIM)).astype(np.float32)
-        seen = plan([(slots, prefix, tree_slots, visible, 1)])
+        seen = plan([(slots, prefix, tree_slots, visible, 1, in_place)])
+        assert not (in_place and seen[5]), "nothing is copied, of which the plan's header says how much"
         out = attended(pool, qkv, heads, seen)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # weights are rounded to 8 bits
         for row, path in enumerate(paths(visible, slots[:prefix], tree_slots), 1):
@@ -95,15 +99,15 @@ def test_a_rows_bits_depend_on_its_path_alone(dtype: torch.dtype) -> None:
     visible = branching()
     qkv = np.random.default_rng(7).standard_normal((6, heads + 2 * KV_HEADS, DIM)).astype(np.float32)
     chain = lower(3)  # nodes 0, 1 and 2, of which each is in its path's place
-    in_place = attended(pool, qkv[:3], heads, plan([(slots, prefix, slots[prefix : prefix + 3], chain, 0)]))
+    in_place = attended(pool, qkv[:3], heads, plan([(slots, prefix, slots[prefix : prefix + 3], chain, 0, False)]))
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         tree_slots = slots[prefix + 3 :][order].copy()
         moved = slots.copy()
         pool.move(slots[prefix : prefix + 3].tolist(), tree_slots[:3].tolist())
-        together = attended(pool, qkv, heads, plan([(moved, prefix, tree_slots, visible, 0)]))
+        together = attended(pool, qkv, heads, plan([(moved, prefix, tree_slots, visible, 0, False)]))
         assert torch.equal(together[:3], in_place)
         for row in range(6):
-            alone = plan([(moved, prefix, tree_slots, visible[row : row + 1], 0)])
+            alone = plan([(moved, prefix, tree_slots, visible[row : row + 1], 0, False)])
             assert torch.equal(attended(pool, qkv[row : row + 1], heads, alone)[0], together[row])
 
 
@@ -128,7 +132,7 @@ def test_branches_share_blocks(dtype: torch.dtype, prefix: int, wide: bool) -> N
         count = len(visible)
         tree_slots = slots[prefix : prefix + count].copy()
         qkv = generator.standard_normal((count, heads + 2 * KV_HEADS, DIM)).astype(np.float32)
-        seen = plan([(slots, prefix, tree_slots, visible, 0)])
+        seen = plan([(slots, prefix, tree_slots, visible, 0, False)])
         together = attended(pool, qkv, heads, seen)
         if nodes == 63:
             leaves = int((visible.sum(0) == 1).sum())
@@ -136,7 +140,7 @@ def test_branches_share_blocks(dtype: torch.dtype, prefix: int, wide: bool) -> N
         for row, path in enumerate(paths(visible, slots[:prefix], tree_slots)):
             elsewhere = np.arange(20 * PAGE, 20 * PAGE + len(path), dtype=np.int32)
             pool.move(path.tolist(), elsewhere.tolist())
-            alone = plan([(elsewhere, len(path) - 1, elsewhere[-1:].copy(), lower(1), 0)])
+            alone = plan([(elsewhere, len(path) - 1, elsewhere[-1:].copy(), lower(1), 0, False)])
             assert torch.equal(attended(pool, qkv[row : row + 1], heads, alone)[0], together[row])
 
 

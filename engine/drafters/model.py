@@ -179,6 +179,7 @@ class ModelDrafter:
             held.computed = old + count
             self._seal(held)
         held.free_slots.extend(moved.path_slots + moved.freed_slots)
+        held.free_slots.sort()  # taken from the end: a tree is in few pages
         if held.processors is not None:
             held.processors.extend(self._known(tokens))
         held.lookup.commit(tokens)
@@ -307,7 +308,7 @@ class ModelDrafter:
         for session, held in self._sessions.items():
             if held.pending:
                 chunk = self._known(held.pending[: self._growing.prefill_chunk])
-                batch.append(chain_rows(held.lease, held.computed, chunk))
+                batch.append(chain_rows(held.lease, held.computed, chunk, in_place=True))
                 held.computed += len(chunk)
                 parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
         for session, nodes in self._pick(self._growing.rows - len(parts)).items():
@@ -335,6 +336,7 @@ class ModelDrafter:
             slots=np.array(slots, np.int32),
             tree_slots=tree_slots,
             visible=visible,
+            in_place=True,
         )
 
     def _guess(self, batch: list[SequenceRows], parts: list[_Part]) -> tuple[IntArray, FloatArray]:
