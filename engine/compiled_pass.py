@@ -321,15 +321,11 @@ def _rotate(qkv: FloatArray, heads: int, positions: Longs, cosines: FloatArray, 
     for row in range(len(qkv)):
         cosine, sine = cosines[positions[row]], sines[positions[row]]
         for head in range(heads):
-            _turn(qkv[row, head, :half], qkv[row, head, half:], cosine, sine)
-
-
-@_long
-def _turn(low: FloatArray, high: FloatArray, cosine: FloatArray, sine: FloatArray) -> None:
-    for i in range(len(cosine)):
-        a, b = low[i], high[i]
-        low[i] = a * cosine[i] - b * sine[i]
-        high[i] = b * cosine[i] + a * sine[i]
+            low, high = qkv[row, head, :half], qkv[row, head, half:]
+            for i in range(len(cosine)):
+                a, b = low[i], high[i]
+                low[i] = a * cosine[i] - b * sine[i]
+                high[i] = b * cosine[i] + a * sine[i]
 
 
 @_long

@@ -455,9 +455,12 @@ def _weigh(
         row = scores[block, query]
         for place in range(len(lanes)):
             lanes[place] = max(lanes[place], row[place])
-    top, total = np.float32(-np.inf), np.float32(0)
-    for place in range(len(lanes)):
-        top = max(top, lanes[place])
+    half, total = len(lanes) // 2, np.float32(0)
+    while half:
+        for place in range(half):
+            lanes[place] = max(lanes[place], lanes[half + place])
+        half //= 2
+    top = lanes[0]
     lanes[:] = 0
     for block in range(seen):
         row = scores[block, query]
