@@ -48,15 +48,16 @@ def warm_up(
     try:
         runner.forward([chain_rows(lease, start, [0]) for start in (64, 128)])  # several sequences go another way
         runner.pool.move(lease.slots[:1].tolist(), lease.slots[1:2].tolist())
-        for rows in _WARM_ROWS:
-            batch, params = [chain_rows(lease, 128, [0] * rows, 0)], [SamplingParams()] * rows
-            times = []
-            for _ in range(repeats):
+        times: dict[int, list[float]] = {rows: [] for rows in _WARM_ROWS}
+        for _ in range(repeats):  # a machine that is slower for a while is so for all of them
+            for rows in _WARM_ROWS:
+                batch, params = [chain_rows(lease, 128, [0] * rows, 0)], [SamplingParams()] * rows
                 started = clock()
                 runner.best(batch, params, None, 1)
-                times.append(clock() - started)
-            if cost is not None:
-                cost.start(rows, 1000 * sorted(times)[repeats // 2])
+                times[rows].append(clock() - started)
+        if cost is not None:
+            for rows in _WARM_ROWS:
+                cost.start(rows, 1000 * sorted(times[rows])[repeats // 2])
     finally:
         runner.pool.release(lease)
 

@@ -29,7 +29,7 @@ MENDED = "cluster.vllm_mended_worker.MendedWorker"
 SERVED = {"paceline-served-plain": servers.PLAIN, "paceline-served": servers.DRAFTED}
 VLLM, VLLM_SPECULATIVE = "vllm", ("vllm-ngram", "vllm-suffix", "vllm-draft-model")
 TRANSFORMERS, ASSISTED = "transformers", "transformers-assisted"
-CHAINS = (2, 3, 5)  # draft tokens a step that are tried with vLLM's methods
+CHAINS = (2, 3, 5, 8)  # draft tokens a step that are tried with vLLM's methods
 _IDLE_SHARE = 0.1  # of a core: a worker that takes more while it waits disturbs the others
 _KV_GB = "1"
 # Threads that a first prompt starts may spin afterwards; and guesses, drawn or not, have been made once by then.

@@ -18,7 +18,7 @@ from cluster.placement import Placement
 from cluster.sequential import SequentialProcess
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
 
-CHAINS = tuple((k, lookup) for k in (2, 3, 4, 5, 6) for lookup in (0, GROWING.lookup))  # of sequential drafts
+CHAINS = tuple((k, lookup) for k in (2, 3, 4, 5, 6, 8) for lookup in (0, GROWING.lookup))  # of sequential drafts
 FEW_CHAINS = ((3, 0), (5, 0))  # where time is short
 
 
