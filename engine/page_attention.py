@@ -6,6 +6,8 @@ in one block, a page again where their slots are in its places. Others are copie
 slots between its own that it doesn't see, as far as there is room. Those have the weight 0, and what a row sees is in one
 block, in the same order and pairs whatever else is there: so its bits depend on its own path alone, as long as all numbers
 of the sequence and its tree are finite.
+
+Guesses need no such bits: for them all pages are read where they are, and nothing is copied (`in_place`).
 """
 
 from collections.abc import Sequence
