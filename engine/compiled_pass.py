@@ -18,7 +18,8 @@ import torch
 from engine import torch_calls
 from engine.attention import Layout, Longs
 from engine.compiled import compiled, exponential, widened
-from engine.cpu import BlockedLinear, FusedLayer, FusedNorm, HalfLinear, is_plain_decoder, positions_of, read_in_order
+from engine.cpu import BlockedLinear, HalfLinear, read_in_order
+from engine.fused import FusedLayer, FusedNorm, is_plain_decoder, positions_of
 from engine.kv import KVPool, finite, numbers_of
 from engine.noise import Keys, Loud, make_loud
 from engine.page_attention import attend, consistent, store
@@ -301,7 +302,7 @@ def _widen(row: FloatArray, out: FloatArray) -> None:
 
 @_long
 def _norm(x: FloatArray, scaled: FloatArray, least: np.float32, out: FloatArray) -> None:
-    """RMSNorm of rows; see engine.cpu.FusedNorm."""
+    """RMSNorm of rows; see engine.fused.FusedNorm."""
     for row in range(len(x)):
         total = np.float32(0)
         for i in range(x.shape[1]):

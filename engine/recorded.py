@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import Group, Heads, Layout, Part
-from engine.cpu import BlockedLinear, FusedLayer, HalfLinear, Int8Linear, PackedLinear, is_plain_decoder, positions_of
+from engine.cpu import BlockedLinear, HalfLinear, Int8Linear, PackedLinear
+from engine.fused import FusedLayer, is_plain_decoder, positions_of
 from engine.kv import KVPool
 
 

@@ -22,7 +22,8 @@ from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_r
 from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size, stored_numbers
 from engine.choice import Weights, check_weights
 from engine.compiled_pass import CompiledDecoder, Passed, compiles
-from engine.cpu import has_fast_bf16, is_one_call, speed_up
+from engine.cpu import has_fast_bf16
+from engine.fused import is_one_call, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
@@ -57,7 +58,7 @@ _BUCKETS = (2, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16))
 def pick_dtype(name: Dtype, device: str, features: int, one_call: bool = False) -> torch.dtype:
     """The dtype of a model on a device; "auto" is bfloat16 where it is arithmetic, not emulation, and pays; else float32.
 
-    features: between layers. one_call: whether a pass in bfloat16 is one compiled call (engine.cpu.is_one_call).
+    features: between layers. one_call: whether a pass in bfloat16 is one compiled call (engine.fused.is_one_call).
     """
     if name == "auto":
         pays = device != "cpu" or features >= _WORTH_BF16 or one_call

@@ -15,7 +15,6 @@ from engine import cpu, torch_calls
 from engine.attention import chain_rows
 from engine.cpu import (
     BlockedLinear,
-    FusedNorm,
     HalfLinear,
     PackedLinear,
     PlainLinear,
@@ -23,6 +22,7 @@ from engine.cpu import (
     make_linear,
     read_in_order,
 )
+from engine.fused import FusedNorm
 from engine.runner import ModelRunner
 from engine.torch_calls import NARROW, PAGE_BYTES, WIDE
 from tests import exact

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError, check_checkpoint, context_length
-from engine.cpu import FusedLayer
 from engine.decode import Speculation, decode
 from engine.drafters.ngram import NgramDrafter
+from engine.fused import FusedLayer
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams
 from engine.windows import FixedTree

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from engine import checkpoint, runner, torch_calls
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
-from engine.cpu import PackedLinear, is_one_call
+from engine.cpu import PackedLinear
+from engine.fused import is_one_call
 from engine.kv import KVPool
 from engine.recorded import fused_decoder
 from engine.runner import ModelRunner, pick_dtype
