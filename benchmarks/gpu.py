@@ -4,8 +4,9 @@
 
 The target is the bundled one, expanded to the shape of an 8B model (`paceline expand`; without 8B's large vocabulary), and
 so has the bundled draft's acceptance at 8B's cost. Target and draft take turns, as they do where one GPU is all there
-is; two GPUs are for `benchmarks/pipeline.py`. Every prompt goes through all contenders in an order that is shuffled
-anew. Prefill and the first prompt don't count. The floor is what reading the weights takes at the rate of reading an array.
+is; two GPUs are for `benchmarks/pipeline.py`. Ours are compiled unless told otherwise. Every prompt goes through all
+contenders in an order that is shuffled anew. Prefill and the first prompt don't count. The floor is what reading the
+weights takes at the rate of reading an array.
 
 Where there is no GPU it runs on the CPU: choose a small shape then.
 """
@@ -148,6 +149,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=16, help="per prompt")] = 128,
     streams: Annotated[str, typer.Option(help="numbers of streams at the same time to try besides")] = "4,16,64",
     repeats: Annotated[int, typer.Option(help="of each pass, and of each number of streams")] = 3,
+    compile: Annotated[bool, typer.Option(help="our target and draft by torch.compile")] = True,
     folder: Annotated[Path, typer.Option(help="where the expanded target is kept")] = Path("build/bench/models"),
     json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/gpu.json"),
 ) -> None:
@@ -158,7 +160,7 @@ def main(
         with console.status("expanding the target"):
             expand(TARGET, layers, target, hidden_size, intermediate_size)
     with console.status("loading and warming up"):
-        actor = SequentialActor(target, DRAFT, DTYPE, Placement(gpus=float(device == "cuda")))
+        actor = SequentialActor(target, DRAFT, DTYPE, Placement(gpus=float(device == "cuda")), compile=compile)
         models = [transformers_worker.load(str(path), DTYPE).to(device) for path in (target, DRAFT)]
         transformers_worker.assists(models[1])
         transformers.logging.set_verbosity_error()
@@ -167,7 +169,12 @@ def main(
     ends = frozenset({tokenizer.eos_token_id})
     name = torch.cuda.get_device_name() if device == "cuda" else device
     with torch.inference_mode():
-        made: dict[str, Any] = {"device": name, "dtype": DTYPE, "passes": passes(actor.target, 10 * repeats)}
+        made: dict[str, Any] = {
+            "device": name,
+            "dtype": DTYPE,
+            "compile": compile,
+            "passes": passes(actor.target, 10 * repeats),
+        }
     rows: list[Row] = []
     for temperature in (0.0, 1.0):
         common = {"target_params": parameters(target), "temperature": temperature, "accounting": "total-cores"}
@@ -194,7 +201,8 @@ def main(
             if each["contender"] == "paceline-plain"
             and all(each[key] == row[key] for key in ("streams", "temperature"))
         )
-        shown = f"{row['tokens_per_s']:.1f}", f"{row['tokens_per_s'] / plain:.2f}"
+        rate = row["tokens_per_s"]  # None where all tokens came at once
+        shown = ("-", "-") if rate is None or plain is None else (f"{rate:.1f}", f"{rate / plain:.2f}")
         table.add_row(f"{row['temperature']:g}", str(row["streams"]), row["contender"], *shown)
     Console().print(table)
 

@@ -61,10 +61,18 @@ class SequentialActor:
     request.
     """
 
-    def __init__(self, target: Path, draft: Path, dtype: Dtype, placement: Placement, invariant: bool = False) -> None:
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        dtype: Dtype,
+        placement: Placement,
+        invariant: bool = False,
+        compile: bool = False,
+    ) -> None:
         placement.apply_to_thread()
-        self.target = ModelRunner(target, dtype=dtype, device=placement.device, invariant=invariant)
-        self._draft = ModelRunner(draft, dtype=dtype, device=placement.device)
+        self.target = ModelRunner(target, dtype=dtype, device=placement.device, invariant=invariant, compile=compile)
+        self._draft = ModelRunner(draft, dtype=dtype, device=placement.device, compile=compile)
         self._cost = CostModel(self.target.called_with)
         warm_up(self.target, self._cost)
         self._draft_cost = CostModel()

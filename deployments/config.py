@@ -147,7 +147,10 @@ class TargetOptions(_Settings):
     heads: Folder | None = Field(None, description="folder of what 'paceline heads' trained, for heads")
     documents: File | None = Field(None, description="text file, or folder of them, for retrieval")
     flush_s: Seconds = Field(0.05, description="tokens are handed out at most this often, per request")
-    compile: bool = Field(False, description="the model, by torch.compile")
+    compile: bool = Field(
+        False,
+        description="the model, by torch.compile: on GPUs a seventh less for a pass, a quarter of a minute at the start",
+    )
     tensor_parallel_size: PositiveInt = Field(1, description="engine vllm: GPUs that share a replica's model")
     draft_tokens: int = Field(5, ge=1, le=64, description="engine vllm: of a draft, per request and step, at most")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="engine vllm: of its own, by their names")
@@ -206,7 +209,10 @@ class DraftOptions(_Settings):
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
     ports: tuple[Port, Port] = Field((26500, 26599), description="first and last; each replica takes a free one")
     weights: Weights = Field("auto", description="bits of those of large layers; int4: on GPUs")
-    compile: bool = Field(False, description="the model, by torch.compile")
+    compile: bool = Field(
+        False,
+        description="the model, by torch.compile: on GPUs a seventh less for a pass, a quarter of a minute at the start",
+    )
     replicas: Resources = Resources()
     scaling: DraftScaling = DraftScaling()
 

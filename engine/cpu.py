@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine import torch_calls
 from engine.choice import Weights
-from engine.quantized import WORTH_ROUNDING
+from engine.quantized import WORTH_ROUNDING, PlainLinear
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 # Weights of a bfloat16 model, times threads; below, one thread with BlockedLinear is faster than those with PackedLinear.
@@ -162,18 +161,6 @@ def fits_half(weight: torch.Tensor) -> bool:
         return False
     lost = (weight - weight.half().float()).abs().amax(-1)
     return bool((lost <= torch.clamp(2.0**-18 * weight.abs().amax(-1), max=2.0**-25)).all())
-
-
-class PlainLinear(torch.nn.Module):
-    """A linear layer as torch computes it."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in_features]."""
-        return F.linear(x, self.weight, self.bias)
 
 
 def make_linear(

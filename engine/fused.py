@@ -1,11 +1,12 @@
 """A transformers model made faster by replacing modules, not by rewriting models.
 
-Projections of the same input become one matrix, norms a few operations, decoder layers of the Llama family some twenty.
-Which modules are replaced depends on their shapes and classes and the number of threads alone: equal software gives equal
-bits.
+Projections of the same input become one matrix, norms one operation or a few, decoder layers of the Llama family some
+twenty. Which modules are replaced depends on their shapes and classes, the device and the number of threads alone: equal
+software gives equal bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,22 +18,26 @@ from engine.checkpoint import architecture
 from engine.choice import Weights
 from engine.cpu import make_linear, threads_for
 from engine.kv import KVPool
+from engine.probe import Unsupported
+from engine.quantized import Rounded, make_device_linear
 
 _PARALLEL = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that read the same input
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}  # x / rms(x) * weight
 _FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # rotary embeddings that depend on the position alone
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}  # no norms on queries and keys
+_PLAIN_ACTIVATIONS = {"SiLU", "SiLUActivation"}
+_MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], torch.nn.Module]  # of a weight and a bias
 
 
-class _Joined:
+class _Joined(torch.nn.Module):
     """One matrix for projections that read the same input, computed when the first is called."""
 
-    def __init__(
-        self, linears: Sequence[Any], weights: Weights, threads: int
-    ) -> None:  # torch.nn.Linear; its bias is never None for mypy
+    def __init__(self, linears: Sequence[Any], make: _MakeLinear) -> None:
+        """linears: torch.nn.Linear, whose bias is never None for mypy."""
+        super().__init__()
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self.linear = make_linear(weight, torch.cat(biases) if biases else None, weights, threads)
+        self.linear = make(weight, torch.cat(biases) if biases else None)
         self._sizes = [linear.out_features for linear in linears]
         self.x: torch.Tensor | None = None  # what the parts were computed of
         self.parts: list[torch.Tensor] = []
@@ -107,11 +112,19 @@ class FusedLayer(torch.nn.Module):
 
     def ask(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], part: Part) -> torch.Tensor:
         """What comes before the attention: writes the rows' KV, returns their queries [heads, rows, head_dim]."""
+        query, key, value = self.project(x, rotation)
+        part.write_kv(self._index, key, value)
+        return query
+
+    def project(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, rotation: see compute. Returns queries, keys and values, each [its heads, rows, head_dim]."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(self.before_attention(x)).view(-1, heads + 2 * kv_heads, self.dim)
         turned = _rotate(qkv[:, : heads + kv_heads], *rotation, self.dim // 2)
-        part.write_kv(self._index, turned[:, heads:].transpose(0, 1), qkv[:, heads + kv_heads :].transpose(0, 1))
-        return turned[:, :heads].transpose(0, 1)
+        query, key, value = turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
+        return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
     def attend(self, query: torch.Tensor, part: Part) -> torch.Tensor:
         """query: as `ask` returns it; returns [rows, heads, head_dim]."""
@@ -147,19 +160,34 @@ def is_one_call(values: dict[str, Any], numbers: dict[str, int]) -> bool:
     return known and set(numbers) == {"BF16"} and threads_for(numbers["BF16"]) == 1 and torch_calls.narrow_available()
 
 
-def speed_up(model: torch.nn.Module, fuse: bool, weights: Weights = "auto") -> None:
+def speed_up(
+    model: torch.nn.Module, fuse: bool, weights: Weights = "auto", for_cpu: bool = True, join: bool = True
+) -> None:
     """Replaces what can be replaced in a loaded model, in place. Modules it doesn't know stay as they are.
 
-    fuse: whether layers may be replaced as a whole; not where they differ, as with sliding windows in some.
+    fuse: whether layers may be replaced as a whole; not where they differ, as with sliding windows in some. for_cpu: by what
+    CPUs are fast with, else by torch's own operations. join: whether projections of the same input become one; fused layers
+    need it, and no compiler sees through it elsewhere. Raises Unsupported where no layer suits such weights.
     """
     numbers = sum(module.weight.numel() for module in model.modules() if type(module) is torch.nn.Linear)
     threads = threads_for(numbers)
-    for module in list(model.modules()):
-        for names in _PARALLEL:
-            _join(module, names, weights, threads)
-        for name, child in list(module.named_children()):
-            setattr(module, name, _faster(child, weights, threads))
+    linears = []
 
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
+        linears.append(
+            make_linear(weight, bias, weights, threads) if for_cpu else make_device_linear(weight, bias, weights)
+        )
+        return linears[-1]
+
+    for module in [each for each in model.modules() if type(each) is not torch.nn.Linear]:  # old ones can go
+        for names in _PARALLEL if join else ():
+            _join(module, names, make)
+        for name, child in list(module.named_children()):
+            setattr(module, name, _faster(child, make, FusedNorm if for_cpu else _device_norm))
+        if not for_cpu and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # else most weights would be there twice
+    if weights != "auto" and not for_cpu and not any(isinstance(linear, Rounded) for linear in linears):
+        raise Unsupported(f"has no layers that {weights} weights suit")
     if not fuse:
         return
     config = getattr(model, "config", None)
@@ -167,16 +195,41 @@ def speed_up(model: torch.nn.Module, fuse: bool, weights: Weights = "auto") -> N
         layers = getattr(parent, "layers", None)
         if isinstance(layers, torch.nn.ModuleList):
             for index, layer in enumerate(layers):
-                if _is_plain(layer):
+                if _is_plain(layer) and _is_joined(layer):
                     layers[index] = FusedLayer(layer, config)
+
+
+def compile_layers(base: Any) -> None:
+    """Has torch compile what FusedLayers do before and behind the attention: once for all of them, and any rows."""
+    project, finish = torch.compile(FusedLayer.project), torch.compile(FusedLayer.finish)
+
+    def project_any(layer: FusedLayer, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        _of_any_rows(x, *rotation)
+        return project(layer, x, rotation)
+
+    def finish_any(layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> Any:
+        _of_any_rows(x, attended)
+        return finish(layer, x, attended)
+
+    for layer in base.layers:
+        layer.project, layer.finish = partial(project_any, layer), partial(finish_any, layer)
+
+
+def _of_any_rows(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def is_fused(base: Any) -> bool:
+    """Whether all layers of a model without its output layer are FusedLayers."""
+    layers = getattr(base, "layers", None)
+    return isinstance(layers, torch.nn.ModuleList) and all(isinstance(layer, FusedLayer) for layer in layers)
 
 
 def is_plain_decoder(base: Any) -> bool:
     """Whether a model without its output layer is embeddings, FusedLayers and a norm, with rotations by position alone."""
-    layers = getattr(base, "layers", None)
     return (
-        isinstance(layers, torch.nn.ModuleList)
-        and all(isinstance(layer, FusedLayer) for layer in layers)
+        is_fused(base)
         and type(getattr(base, "embed_tokens", None)) is torch.nn.Embedding
         and getattr(base.rotary_emb, "rope_type", None) in _FIXED_ROTATIONS
     )
@@ -187,35 +240,51 @@ def positions_of(model: Any, pool: KVPool) -> int:
     return min(int(model.config.max_position_embeddings), pool.pages * pool.page_size)
 
 
+def is_fusable(base: Any) -> bool:
+    """Whether all layers of a model without its output layer could be FusedLayers."""
+    layers = getattr(base, "layers", None)
+    return isinstance(layers, torch.nn.ModuleList) and all(map(_is_plain, layers))
+
+
 def _is_plain(layer: Any) -> bool:
-    """Whether a decoder layer is exactly what FusedLayer computes."""
-    if type(layer).__name__ not in _PLAIN_LAYERS:
-        return False
-    projections = (layer.self_attn.q_proj, layer.mlp.gate_proj)
-    return all(isinstance(part, JoinedPart) for part in projections) and type(layer.mlp.act_fn).__name__ in (
-        "SiLU",
-        "SiLUActivation",
+    """Whether a decoder layer is what FusedLayer computes, where its projections can be joined."""
+    return (
+        type(layer).__name__ in _PLAIN_LAYERS
+        and type(getattr(layer.mlp, "act_fn", None)).__name__ in _PLAIN_ACTIVATIONS
     )
 
 
-def _faster(module: Any, weights: Weights, threads: int) -> torch.nn.Module:
+def _is_joined(layer: Any) -> bool:
+    return all(isinstance(part, JoinedPart) for part in (layer.self_attn.q_proj, layer.mlp.gate_proj))
+
+
+def _device_norm(weight: torch.Tensor, eps: float) -> torch.nn.RMSNorm:
+    """RMSNorm as torch has it: one operation on a GPU."""
+    norm = torch.nn.RMSNorm(weight.shape, eps, elementwise_affine=False)
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return norm
+
+
+def _faster(
+    module: Any, make: _MakeLinear, make_norm: Callable[[torch.Tensor, float], torch.nn.Module]
+) -> torch.nn.Module:
     """What to put in a module's place; itself where nothing is known to be faster."""
     kind = type(module)
     if kind is torch.nn.Linear:
         bias: Any = module.bias
-        return make_linear(module.weight.detach(), None if bias is None else bias.detach(), weights, threads)
+        return make(module.weight.detach(), None if bias is None else bias.detach())
     if kind.__name__ in _PLAIN_NORMS:
-        return FusedNorm(module.weight.detach(), module.variance_epsilon)
+        return make_norm(module.weight.detach(), module.variance_epsilon)
     kept: torch.nn.Module = module
     return kept
 
 
-def _join(module: torch.nn.Module, names: Sequence[str], weights: Weights, threads: int) -> None:
+def _join(module: torch.nn.Module, names: Sequence[str], make: _MakeLinear) -> None:
     """Joins the projections of these names, if the module has them all as ordinary linear layers of the same kind."""
     linears = [getattr(module, name, None) for name in names]
     plain = [linear for linear in linears if linear.__class__ is torch.nn.Linear]
     if len(plain) < len(names) or len({linear.bias is None for linear in plain}) > 1:
         return
-    joined = _Joined(plain, weights, threads)
+    joined = _Joined(plain, make)
     for index, name in enumerate(names):
         setattr(module, name, JoinedPart(joined, index))

@@ -1,6 +1,7 @@
-"""Weights of fewer bits for drafts: nearly the same model, in less memory, and with fewer bytes to read in each step.
+"""Kinds of linear layers for GPUs. Weights of fewer bits are for drafts: nearly the same model, in less memory, and with
+fewer bytes to read in each step.
 
-The layers here are for GPUs and torch's own kernels; on CPUs, in float32, FBGEMM is many times as fast: see engine.cpu.
+The kernels are torch's own; on CPUs, in float32, FBGEMM is many times as fast: see engine.cpu.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from engine.choice import Weights
-from engine.probe import Unsupported
 
 WORTH_ROUNDING = 300_000  # weights of a layer; below, little is saved, on CPUs less than rounding the inputs takes
 _AT_ONCE = 4096  # outputs of a layer that are rounded together: in between they take several times the memory
@@ -35,8 +35,24 @@ def why_not(weights: Weights, device: str, invariant: bool) -> str:
     return ""
 
 
-class _Rounded(torch.nn.Module, ABC):
-    """What both kinds of layers have. Buffers, since a compiler takes their sizes for constant."""
+class PlainLinear(torch.nn.Module):
+    """A linear layer as torch computes it. Buffers, as below: a compiler takes their sizes for constant."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in_features]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Rounded(torch.nn.Module, ABC):
+    """What both kinds of rounded layers have."""
 
     bias: torch.Tensor | None
     levels: torch.Tensor
@@ -71,7 +87,7 @@ class _Rounded(torch.nn.Module, ABC):
         return out.view(*x.shape[:-1], -1)
 
 
-class Int8Weights(_Rounded):
+class Int8Weights(Rounded):
     """A linear layer with 8-bit weights, one scale for each output; inputs stay as they are.
 
     It saves memory, and time at most where a compiler joins the conversion to the product. Torch's own kernel for such
@@ -86,7 +102,7 @@ class Int8Weights(_Rounded):
         return F.linear(rows, self.levels.to(rows.dtype)) * self.scales
 
 
-class Int4Weights(_Rounded):
+class Int4Weights(Rounded):
     """A linear layer with 4-bit weights, of which 64 of one output share a scale and a middle; inputs stay as they are."""
 
     def _round(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,26 +134,16 @@ def in_pairs(levels: torch.Tensor) -> torch.Tensor:
     return levels[:, ::2] << 4 | levels[:, 1::2]
 
 
-def quantize(model: torch.nn.Module, weights: Weights) -> None:
-    """Replaces a loaded model's large linear layers in place, the output layer too. Others stay as they are.
+def make_device_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights) -> torch.nn.Module:
+    """A linear layer for this weight [out_features, in_features]; a small one is not rounded.
 
-    So do those whose sizes the kernel for 4-bit weights can't take. Raises Unsupported where none is left.
+    Neither is one whose sizes the kernel for 4-bit weights can't take.
     """
-    kind = Int8Weights if weights == "int8" else Int4Weights
-    replaced = 0
-    parents = [module for module in model.modules() if type(module) is not torch.nn.Linear]  # old layers can go
-    for module in parents:
-        for name, child in list(module.named_children()):
-            if type(child) is torch.nn.Linear and _suits(child, weights):
-                bias: torch.Tensor | None = child.bias  # None without one, which torch's types don't say
-                setattr(module, name, kind(child.weight.detach(), None if bias is None else bias.detach()))
-                replaced += 1
-    if not replaced:
-        raise Unsupported(f"has no layers that {weights} weights suit")
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # others may share the GPU
+    if weights == "auto" or not _suits(weight, weights):
+        return PlainLinear(weight, bias)
+    return Int8Weights(weight, bias) if weights == "int8" else Int4Weights(weight, bias)
 
 
-def _suits(linear: torch.nn.Linear, weights: Weights) -> bool:
-    tiled = linear.in_features % _GROUP == 0 and linear.out_features % _OUTPUTS == 0
-    return linear.weight.numel() >= WORTH_ROUNDING and (weights == "int8" or tiled)
+def _suits(weight: torch.Tensor, weights: Weights) -> bool:
+    tiled = weight.shape[1] % _GROUP == 0 and weight.shape[0] % _OUTPUTS == 0
+    return weight.numel() >= WORTH_ROUNDING and (weights == "int8" or tiled)

@@ -23,12 +23,12 @@ from engine.checkpoint import ModelError, architecture, check_checkpoint, contex
 from engine.choice import Weights, check_weights
 from engine.compiled_pass import CompiledDecoder, Passed, compiles
 from engine.cpu import has_fast_bf16
-from engine.fused import is_one_call, speed_up
+from engine.fused import compile_layers, is_fusable, is_fused, is_one_call, speed_up
 from engine.head import output_head
 from engine.kv import KVPool
 from engine.layers import first_layers
 from engine.probe import PROBE, Unsupported, probe, refusing, register_probe
-from engine.quantized import quantize, why_not
+from engine.quantized import why_not
 from engine.recorded import FusedDecoder, fused_decoder
 from engine.sampling import NO_KEYS, best, filters
 from engine.types import SamplingParams
@@ -71,7 +71,7 @@ class ModelRunner:
 
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
     `invariant_rows` rows, and each row's keys are read in position order. compile: by torch.compile, all but
-    the attention; it takes a C++ compiler, or Triton on GPUs, and a minute.
+    the attention; it takes a C++ compiler, on GPUs Triton and a C compiler, and a quarter of a minute to a minute.
     weights: "int8" and "int4" round those of large layers to so many bits, which changes the output a little: for drafts.
     Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.
     """
@@ -93,8 +93,8 @@ class ModelRunner:
         self._architecture = architecture(values)
         _check_device(device)
         self.device = device
-        replaced = device == "cpu" and not compile  # torch.compile brings its own replacements, and can't see into ours
-        asks = dtype == weights == "auto" and replaced
+        for_cpu = device == "cpu" and not compile  # torch.compile can't see into what we have for CPUs
+        asks = dtype == weights == "auto" and for_cpu
         one_call = asks and is_one_call(values, stored_numbers(self.path))
         self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call)
         check_weights(weights, self.path, device != "cpu", dtype, compile)
@@ -113,19 +113,18 @@ class ModelRunner:
         self.hidden = torch.zeros(0)  # final states of the last pass's wanted rows, [wanted rows, hidden_size]
         try:
             self._heads = self._probe(self.layers)
-            if replaced:
-                speed_up(self.model, fuse=set(self._heads.windows) == {None}, weights=weights)
-            elif weights != "auto":
-                quantize(self.model, weights)
+            fuse = set(self._heads.windows) == {None}
+            join = not compile or (fuse and is_fusable(self.model.base_model))
+            speed_up(self.model, fuse, weights, for_cpu, join)
             self._head = output_head(self.model)
         except Unsupported as error:
             raise ModelError(f"{self.path} can't be run: {self._architecture} {error}") from error
-        paged = replaced and compiles(self.model.base_model)
+        paged = for_cpu and compiles(self.model.base_model)
         self.pool = KVPool(self.layers, self._heads.kv, self._heads.dim, kv_tokens, self.dtype, device, paged=paged)
         self._last = (
             min(self.max_length, self.pool.capacity) - 1
         )  # position: guesses may lie beyond, what is chosen does not
-        self._decoder = self._fast_decoder() if replaced else None
+        self._decoder = self._fast_decoder() if for_cpu else None
         self._graphs: GraphedDecoder | None = None
         if compile:
             self._compile()
@@ -188,7 +187,8 @@ class ModelRunner:
         try:
             with warnings.catch_warnings():  # torch's compiler uses what torch deprecates
                 warnings.simplefilter("ignore", DeprecationWarning)
-                self.model.base_model.compile(dynamic=True)
+                base = self.model.base_model
+                compile_layers(base) if is_fused(base) else base.compile(dynamic=True)
                 self.forward([chain_rows(lease, 0, [0] * 4)])
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]

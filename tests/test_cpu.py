@@ -17,12 +17,12 @@ from engine.cpu import (
     BlockedLinear,
     HalfLinear,
     PackedLinear,
-    PlainLinear,
     fits_half,
     make_linear,
     read_in_order,
 )
 from engine.fused import FusedNorm
+from engine.quantized import PlainLinear
 from engine.runner import ModelRunner
 from engine.torch_calls import NARROW, PAGE_BYTES, WIDE
 from tests import exact

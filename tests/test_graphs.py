@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import noise, sampling
 from engine.attention import Heads, Layout, SequenceRows, chain_rows
+from engine.fused import is_fused, speed_up
 from engine.gpu_attention import DevicePart, is_wide, room, tell
 from engine.graphs import GraphedDecoder, _Kind
 from engine.kv import KVPool
@@ -55,9 +56,9 @@ def recorder(runner: ModelRunner) -> GraphedDecoder:
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a runner of a family as it is on GPUs: with transformers' own layers, and pages in their order."""
-    monkeypatch.setattr("engine.runner.speed_up", lambda *arguments, **keywords: None)
-    monkeypatch.setattr("engine.runner.compiles", lambda base: False)
+    """Makes a runner of a family as it is on GPUs: of torch's own operations, and with pages in their order."""
+    monkeypatch.setattr("engine.runner.speed_up", lambda model, fuse, *others: speed_up(model, fuse, for_cpu=False))
+    monkeypatch.setattr("engine.runner.fused_decoder", lambda *arguments: None)
     if DEVICE == "cpu":
         monkeypatch.setattr("engine.gpu_attention._PROGRAMS", 16)  # the interpreter runs one after the other
 
@@ -75,6 +76,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_of_texts_and_of_a_tree_are_the_models_own(name: str, made: Any) -> None:
     runner, prompt, tree = made(name, **KINDS[name]), text(75), grown(7, seed=1, vocab_size=VOCABULARY)
+    assert is_fused(runner.model.base_model) == (name == "llama")
     model = AutoModelForCausalLM.from_pretrained(runner.path, dtype=torch.float32, attn_implementation="eager").eval()
 
     @torch.inference_mode()

@@ -23,6 +23,8 @@ from tests import exact
 from tests.families import FAMILIES, LLAMA, VOCABULARY, WINDOW, save
 from tests.rows import assert_close, grown, leased, prefill, tree_rows
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
 
 def text(length: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
@@ -221,9 +223,26 @@ def test_a_model_that_cannot_run_is_named(tmp_path: Path, message: str) -> None:
 # options
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_model_gives_nearly_the_same_logits_and_the_same_bits_in_every_batch(tmp_path: Path) -> None:
-    folder, prompt = save("llama", LLAMA | dict(num_hidden_layers=1), tmp_path), text(20)
+@needs_compiler
+def test_layers_that_are_alike_are_compiled_once_for_any_rows(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    folder = save("llama", LLAMA | dict(num_hidden_layers=3), tmp_path)
+    compiled = ModelRunner(folder, dtype="float32", kv_tokens=128, compile=True)
+    with leased(compiled, 32) as (lease,):
+        for rows in (8, 16, 24):
+            compiled.forward([chain_rows(lease, 0, text(rows))])
+    assert all(isinstance(layer, FusedLayer) for layer in compiled.model.model.layers)
+    assert counted["unique_graphs"] - before == 2, "before and behind the attention"
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # layers that are fused, and others
+def test_a_compiled_model_gives_nearly_the_same_logits_and_the_same_bits_in_every_batch(
+    name: str, tmp_path: Path
+) -> None:
+    folder, prompt = save(name, FAMILIES[name] | dict(num_hidden_layers=1), tmp_path), text(20)
     plain = ModelRunner(folder, dtype="float32", kv_tokens=128)
     compiled = ModelRunner(folder, dtype="float32", kv_tokens=128, invariant=True, compile=True)
     with leased(plain, 32) as (lease,), leased(compiled, 32, 32) as (first, second):

@@ -14,8 +14,9 @@ from engine.choice import Weights
 from engine.cpu import Int8Linear, make_linear
 from engine.decode import Speculation
 from engine.drafters.model import ModelDrafter
+from engine.fused import speed_up
 from engine.probe import Unsupported
-from engine.quantized import Int4Weights, Int8Weights, in_pairs, quantize, why_not
+from engine.quantized import Int4Weights, Int8Weights, PlainLinear, in_pairs, why_not
 from engine.runner import ModelRunner
 from engine.windows import FixedTree
 from tests import exact
@@ -112,11 +113,11 @@ def test_large_layers_of_a_model_for_gpus_are_replaced(
     tokens = torch.tensor([prompts[2]])
     with torch.inference_mode():
         expected = model(tokens).logits[0].float()
-        quantize(model, weights)
+        speed_up(model, False, weights, for_cpu=False, join=False)
         out = model(tokens).logits[0].float()
     kinds = {type(module).__name__ for module in (model.lm_head, model.model.layers[0].mlp.down_proj)}
     assert kinds == {"Int8Weights" if weights == "int8" else "Int4Weights"}
-    assert type(model.model.layers[0].self_attn.o_proj) is torch.nn.Linear
+    assert type(model.model.layers[0].self_attn.o_proj) is PlainLinear
     near(out, expected, distance)
 
 
@@ -143,4 +144,4 @@ def test_where_rounded_weights_are_not_to_be_had_that_is_said(monkeypatch: pytes
     assert not why_not("int8", "cuda", invariant=False)
     assert why_not("int8", "mps", invariant=False) == "on device 'mps', only on CPUs and CUDA"
     with pytest.raises(Unsupported, match="has no layers that int4 weights suit"):
-        quantize(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), "int4")
+        speed_up(torch.nn.Sequential(torch.nn.Linear(1000, 1000)), False, "int4", for_cpu=False)
