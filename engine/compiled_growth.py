@@ -76,19 +76,18 @@ def grow_on(
     covered, opened, left, steps = stakes.covered, stakes.opened, len(free), 0
     most_nodes = len(stakes.milliseconds) - 1
     while steps < most:
-        known, at, expanding = before(stakes.trials, stakes.hits, given.nodes, size, given.bounds.rows)
+        known, at, ways, expanding = before(stakes.trials, stakes.hits, given.nodes, size, given.bounds.rows)
         share = np.float32(covered / opened)
-        gain = gain_of(known, at, share, stakes.milliseconds, stakes.costs, most_nodes, steps)
+        gain = gain_of(known, at, ways, share, stakes.milliseconds, stakes.costs, most_nodes, steps)
         if gain <= 0 and (steps or not stakes.looks):
             break
-        old = size
         size, taken = grow(given, size, computed, pending, free[:left])
         if taken == 0 and len(pending) == 0:
             break  # there was nothing to expand
         computed, pending, left, steps = computed + len(pending), pending[:0], left - taken, steps + 1
         if given.nodes.expanded[expanding].any():  # else the tree has become too deep there
             found = reach(stakes.trials, stakes.hits, given.nodes, size)
-            covered += RECENT * (covered_by(given.nodes, found, expanding, old) - covered)
+            covered += RECENT * (covered_by(given.nodes, found, expanding) - covered)
             opened += RECENT * (at.sum() - opened)
     return size, len(free) - left, steps, covered, opened
 

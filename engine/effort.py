@@ -21,10 +21,10 @@ from engine.types import FloatArray, IntArray
 RECENT = 0.05  # weight of the newest step: text changes its kind within a sequence, and so does what pays
 _LOOKING = 0.005  # of the time: what a resting drafter may take to see whether it pays again
 _LOOKS = 4  # target steps in a row before which it does: the first one finds everything cold
-_AHEAD = 4  # draft steps that are thought of together
-_DRAFT_STEPS = 8  # in a row, whose cost is learned one by one
-# What draft steps are taken to cover before anything is known, and how sure that is.
-_FIRST_SHARE, _FIRST_OPEN = 0.6, 4.0
+_AHEAD = 8  # draft steps that are thought of together
+_DRAFT_STEPS = 16  # in a row, whose cost is learned one by one
+# How often a draft's likeliest child is taken to be right before anything is known, and how sure that is.
+_FIRST_SHARE, _FIRST_OPEN = 0.7, 4.0
 _USUAL = 2  # committed tokens that a draft has to read at most where it did not rest
 _OF_ONE_TREE = 0.6  # of a draft step of one tree: what it takes for each of many, before it is known
 _OF_A_STEP = 0.12  # of a draft step: what reading another one takes, before it is known
@@ -36,8 +36,9 @@ Costs = tuple[float, FloatArray, float]
 class EffortWindow(GoodputWindow):
     """A goodput window that also says, before each target step, whether one more draft step pays.
 
-    Belongs to one loop that takes turns. What a draft step will bring is what earlier ones did: the probability of new
-    children, as a share of what was open at the nodes that they expanded (reached, and none of the known children right).
+    Belongs to one loop that takes turns. What a draft step will bring is what earlier ones did: the probability of the
+    likeliest child of each node that they expanded, as a share of the node's own. That child may have been there before, by
+    a lookup: then the step has made it surer, or put another one in its place.
     """
 
     def __init__(
@@ -72,7 +73,6 @@ class EffortWindow(GoodputWindow):
         self._looks = 0  # target steps with a draft step that need not pay
         self._expanding: list[IntArray] = []  # of each tree, by the draft step that runs
         self._was_open = 0.0
-        self._sizes: list[int] = []
 
     @property
     def worth(self) -> float:
@@ -90,7 +90,7 @@ class EffortWindow(GoodputWindow):
 
     @property
     def share(self) -> float:
-        """Of the open probability at the nodes that a draft step expands: what its likeliest children cover."""
+        """Of the probability of the nodes that a draft step expands: what their likeliest children have."""
         return self._covered / self._open
 
     def pays(self, trees: Sequence[TokenTree]) -> bool:
@@ -99,17 +99,21 @@ class EffortWindow(GoodputWindow):
         It may only pay together with those behind it, which are cheaper.
         """
         self._trees = len(trees)
-        known, opened, self._expanding = [], [], []
+        known, starts, below, self._expanding, count = [], [], [], [], 0
         for tree in trees:
-            found, at, nodes = before(*self.calibration.counts(tree), tree.nodes, tree.size, self._rows)
+            found, at, ways, nodes = before(*self.calibration.counts(tree), tree.nodes, tree.size, self._rows)
             known.append(found)
-            opened.append(at)
+            starts.append(at)
+            ways[ways >= 0] += count
+            below.append(ways)
             self._expanding.append(nodes)
-        at_all = _joined(opened)
-        self._was_open, self._sizes = float(at_all.sum()), [tree.size for tree in trees]
+            count += len(found)
+        at_all = np.concatenate(starts)
+        self._was_open = float(at_all.sum())
         milliseconds = self.cost.table(len(trees) + self.max_nodes)[len(trees) :]
         share, most, done = np.float32(self.share), self.max_nodes, self._draft_steps
-        gain = gain_of(_joined(known), at_all, share, milliseconds, self._costs(0), most, done)
+        all_known, all_below = np.concatenate(known), np.concatenate(below)
+        gain = gain_of(all_known, at_all, all_below, share, milliseconds, self._costs(0), most, done)
         looks = len(at_all) > 0 and self._draft_steps == 0 and self._looks_again()
         self._mark = self._clock()
         return gain > 0 or looks
@@ -120,9 +124,8 @@ class EffortWindow(GoodputWindow):
         self._drafted_ms += 1000 * (self._clock() - self._mark)
         self._learn_drafting()
         covered = 0.0
-        for tree, nodes, size in zip(trees, self._expanding, self._sizes, strict=True):
-            if tree.size > size:
-                covered += covered_by(tree.nodes, self.calibration.paths(tree), nodes, size)
+        for tree, nodes in zip(trees, self._expanding, strict=True):
+            covered += covered_by(tree.nodes, self.calibration.paths(tree), nodes)
         if any(tree.expanded[nodes].any() for tree, nodes in zip(trees, self._expanding, strict=True)):
             self._rested_ms = 0.0  # not while a long prefix is read: it isn't known yet what the drafter is good for
             self._covered += RECENT * (covered - self._covered)
@@ -272,22 +275,36 @@ def _most_worth(reach: FloatArray, milliseconds: FloatArray, worth: float) -> tu
     return count, accepted, value
 
 
-def _joined(parts: Sequence[FloatArray]) -> FloatArray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 @compiled
-def before(trials: Counts, hits: Counts, nodes: Nodes, size: int, rows: int) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Before a draft step: the reach of all nodes but the root; what is open at those that it expands; and these."""
+def before(
+    trials: Counts, hits: Counts, nodes: Nodes, size: int, rows: int
+) -> tuple[FloatArray, FloatArray, IntArray, IntArray]:
+    """Before a draft step: the reach of all nodes but the root; of those that it expands; their ways; and these.
+
+    Ways: int32 [expanded, _AHEAD], the likeliest child of each, that one's, and so on, as places in what comes first, or -1.
+    """
     found = reach(trials, hits, nodes, size)
     expanding = _next(nodes, size, rows)
-    return found[1:], _open(nodes, found, expanding), expanding
+    heir = np.full(size, -1, np.int32)
+    for node in range(1, size):
+        parent = nodes.parent[node]
+        if heir[parent] < 0 or found[node] > found[heir[parent]]:
+            heir[parent] = node
+    ways = np.full((len(expanding), _AHEAD), -1, np.int32)
+    for i in range(len(expanding)):
+        node = heir[expanding[i]]
+        for step in range(_AHEAD):
+            if node < 0:
+                break
+            ways[i, step], node = node - 1, heir[node]
+    return found[1:], found[expanding], ways, expanding
 
 
 @compiled
 def gain_of(
     known: FloatArray,
-    opened: FloatArray,
+    starts: FloatArray,
+    ways: IntArray,
     share: np.float32,
     milliseconds: FloatArray,
     costs: Costs,
@@ -296,18 +313,27 @@ def gain_of(
 ) -> float:
     """How much more is expected, less what its milliseconds are worth, of the best number of draft steps from one on.
 
-    known: the probability of each node; opened: what is open at those that the first of the steps expands, behind which
-    the next ones go on. milliseconds: of steps that verify 0, 1, 2... up to `most` nodes. done: draft steps so far; before
-    the first one, what was committed meanwhile is read.
+    known: the probability of each node; starts: of those that the first of the steps expands, behind which the next ones
+    go on; ways: see `before`. What a step finds is as likely as what was there, at least. milliseconds: of steps that
+    verify 0, 1, 2... up to `most` nodes. done: draft steps so far; before the first one, what was committed meanwhile is
+    read.
     """
     worth, drafting, reading_ms = costs
     as_it_is = _value(known, milliseconds, worth, most)
-    gain = -np.inf
+    count, gain = len(known), -np.inf
+    found = np.concatenate((known, np.zeros(_AHEAD * len(starts), np.float32)))
+    likely = starts.copy()
     for step in range(_AHEAD):
-        opened = share * opened
-        known = np.concatenate((known, opened))
+        for i in range(len(starts)):
+            at = ways[i, step]
+            likely[i] = max(share * likely[i], found[at] if at >= 0 else np.float32(0))
+            if at < 0:
+                at, count = count, count + 1
+            found[at] = likely[i]
+        if step & (step + 1):
+            continue  # 1, 2, 4 and 8 steps are enough to compare
         price = worth * (drafting[done + step] + (-drafting[done - 1] if done else np.float32(reading_ms)))
-        gain = max(gain, _value(known, milliseconds, worth, most) - as_it_is - price)
+        gain = max(gain, _value(found[:count], milliseconds, worth, most) - as_it_is - price)
     return gain
 
 
@@ -326,25 +352,12 @@ def _next(nodes: Nodes, size: int, rows: int) -> IntArray:
 
 
 @compiled
-def _open(nodes: Nodes, found: FloatArray, expanding: IntArray) -> FloatArray:
-    """Of each node: the probability that the walk reaches it and leaves what is known there, [nodes]."""
-    left = np.empty(len(expanding), np.float32)
-    for i in range(len(expanding)):
-        left[i] = found[expanding[i]]
-        for node in range(expanding[i] + 1, len(found)):
-            if nodes.parent[node] == expanding[i]:
-                left[i] -= found[node]
-        left[i] = max(left[i], np.float32(0))
-    return left
-
-
-@compiled
-def covered_by(nodes: Nodes, reach: FloatArray, expanded: IntArray, old: int) -> float:
-    """The probability of the likeliest new child of each of the nodes, together. old: the tree's size before."""
+def covered_by(nodes: Nodes, reach: FloatArray, expanded: IntArray) -> float:
+    """The probability of the likeliest child of each of the nodes, together."""
     covered = 0.0
     for above in expanded:
         best = 0.0
-        for node in range(old, len(reach)):
+        for node in range(above + 1, len(reach)):
             if nodes.parent[node] == above:
                 best = max(best, float(reach[node]))
         covered += best

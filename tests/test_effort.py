@@ -107,6 +107,16 @@ def test_what_lookup_has_already_is_not_drafted() -> None:
     assert not world.window.pays([world.tree])
 
 
+def test_a_surer_draft_drafts_where_something_was_looked_up() -> None:
+    """Step by step it adds little to what is there; many steps in a row would put a better chain in its place."""
+    world = World(0.97)
+    world.turns(200)
+    node = ROOT
+    for token in range(8):
+        node = world.tree.add(node, token, 0.5)
+    assert world.window.pays([world.tree])
+
+
 def test_a_slower_draft_drafts_less() -> None:
     def depth(draft_ms: float) -> float:
         world = World(0.8)
