@@ -134,16 +134,8 @@ def _in_place(slots: IntArray, prefix: int, tree_slots: IntArray, visible: BoolA
                 if visible[row, column]:
                     places[row, lengths[row]] = block * PAGE + tree_slots[column] % PAGE
                     lengths[row] += 1
-    columns = lengths.max()
-    out = np.empty(_HEADER + full + rows * (1 + columns) + count, np.int32)
-    out[0], out[1], out[2], out[3], out[4], out[5] = rows, first, full, columns, count, 0
-    at = _HEADER
-    out[at : at + full] = slots[: full * PAGE : PAGE] // PAGE
-    at += full
-    out[at : at + rows] = lengths
-    at += rows
-    out[at : at + rows * columns] = places[:, :columns].copy().reshape(-1)
-    out[at + rows * columns :] = pages[:count]
+    out, at = _begun(first, slots, full, lengths, places[:, : lengths.max()].copy(), count, 0)
+    out[at:] = pages[:count]
     return out
 
 
@@ -176,22 +168,13 @@ def _written(
     first: int, slots: IntArray, full: int, lengths: IntArray, places: IntArray, blocks: IntArray, part_of: IntArray
 ) -> IntArray:
     """The plan; blocks [n, PAGE]: which slots are there, or -1; part_of: the how many-th page of a path each stands for."""
-    rows, columns = places.shape
     own, count, copied = slots[full * PAGE :], len(blocks), 0
     in_place = np.empty(count, np.bool_)
     for block in range(count):
         start = part_of[block] * PAGE
         in_place[block] = _stand(blocks[block], own[start : start + PAGE])
         copied += not in_place[block]
-    out = np.empty(_HEADER + full + rows * (1 + columns) + count + copied * (1 + PAGE), np.int32)
-    out[0], out[1], out[2], out[3], out[4], out[5] = rows, first, full, columns, count, copied
-    at = _HEADER
-    out[at : at + full] = slots[: full * PAGE : PAGE] // PAGE
-    at += full
-    out[at : at + rows] = lengths
-    at += rows
-    out[at : at + rows * columns] = places.reshape(-1)
-    at += rows * columns
+    out, at = _begun(first, slots, full, lengths, places, count, copied)
     copy = at + count
     copied = 0
     for block in range(count):
@@ -207,6 +190,23 @@ def _written(
             page = -copied
         out[at + block] = page
     return out
+
+
+@compiled
+def _begun(
+    first: int, slots: IntArray, full: int, lengths: IntArray, places: IntArray, blocks: int, copied: int
+) -> tuple[IntArray, int]:
+    """A plan up to the numbers of its blocks, and where these go; blocks, copied: how many there are."""
+    rows, columns = places.shape
+    out = np.empty(_HEADER + full + rows * (1 + columns) + blocks + copied * (1 + PAGE), np.int32)
+    out[0], out[1], out[2], out[3], out[4], out[5] = rows, first, full, columns, blocks, copied
+    at = _HEADER
+    out[at : at + full] = slots[: full * PAGE : PAGE] // PAGE
+    at += full
+    out[at : at + rows] = lengths
+    at += rows
+    out[at : at + rows * columns] = places.reshape(-1)
+    return out, at + rows * columns
 
 
 @compiled
