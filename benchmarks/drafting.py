@@ -61,6 +61,7 @@ Name = tuple[str, str]  # drafter, window
 _PLAIN_RUNS = 3  # of each prompt
 _WIDTH = 160  # characters that the table needs, also in a file
 MIN_TOKENS = 24  # more than any first step commits: something is left to time
+CHOSEN = [name for name, kind in WINDOWS.items() if not kind.own]  # windows that can be named
 _PLAIN, _PEER = (PLAIN, "none"), (PEER, "dynamic")
 console = Console(stderr=True)
 
@@ -126,7 +127,7 @@ def load(
 
 def select(drafters: str, windows: str) -> Iterator[Name]:
     """The pairs of the named drafters and windows, "all" for all. Raises InvalidRequest for an unknown name."""
-    chosen = _listed(windows, [name for name, kind in WINDOWS.items() if not kind.own], "windows")
+    chosen = _listed(windows, CHOSEN, "windows")
     for drafter in _listed(drafters, DRAFTERS, "drafters"):
         kind = DRAFTERS[drafter]
         yield from ((drafter, window) for window in kind.windows or chosen)
@@ -257,7 +258,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 96,
     temperature: Annotated[str, typer.Option(help="temperatures")] = "0,1",
     drafters: Annotated[str, typer.Option(help=f"of {', '.join(DRAFTERS)}")] = "all",
-    windows: Annotated[str, typer.Option(help=f"of {', '.join(WINDOWS)}")] = "all",
+    windows: Annotated[str, typer.Option(help=f"of {', '.join(CHOSEN)}")] = "all",
     workloads: Annotated[str, typer.Option(help=f"of {', '.join(WORKLOADS)}")] = "all",
     seed: Annotated[int, typer.Option(help="of the choice of prompts and of the order")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
