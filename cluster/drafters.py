@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.own_guesses import LocalDrafter
 from cluster.placement import Placement
 from cluster.remote_drafter import RemoteDrafter
-from cluster.warm import warm_up, warm_up_drafter, warm_up_loops
+from cluster.warm import warm_up, warm_up_drafter, warm_up_loops, warm_up_turns
 from engine.automatic import MOST_STEPS, SHARED, growing_in_turns
 from engine.budget import Calibration, CostModel
 from engine.checkpoint import ModelError
@@ -85,7 +85,8 @@ def make_shared(config: DraftConfig, placement: Placement, cost: CostModel, most
     """
     growing = replace(growing_in_turns(placement.device), lookup=0)
     drafter, draft_ms = _make_timed(replace(config, growing=growing, shared=0), placement)
-    window = EffortWindow(Calibration(), cost, draft_ms, growing.each or growing.rows, most)
+    tried, window = (EffortWindow(Calibration(), cost, draft_ms, growing.each or growing.rows, most) for _ in range(2))
+    warm_up_turns(drafter, tried)
     return LocalDrafter(drafter, MOST_STEPS, window, growing.doubtful)
 
 

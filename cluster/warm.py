@@ -14,6 +14,7 @@ from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.drafters import Drafter
 from engine.drafters.ngram import Earned, Lookup
+from engine.effort import EffortWindow, draft_steps
 from engine.huge_pages import use_huge_pages
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
@@ -105,3 +106,21 @@ def warm_up_drafter(drafter: Drafter) -> float:
             drafter.commit(session, [0])
             drafter.close(session)
     return 1000 * min(times)
+
+
+def warm_up_turns(drafter: Drafter, effort: EffortWindow) -> None:
+    """Draft steps that are taken as long as they pay, of one session and of two, into which a mirror's nodes hang first.
+
+    effort: one that is given away afterwards.
+    """
+    for sessions in ([0], [0, 1]):
+        for session in sessions:
+            drafter.open(session, [0], SamplingParams(temperature=0.0))
+            mirror = TokenTree(0)
+            mirror.add(ROOT, 0, 0.5)
+            drafter.tree(session).adopt(mirror, 1, known=False)
+        draft_steps(drafter, sessions, 2, effort)
+        effort.choose([drafter.tree(session) for session in sessions])
+        for session in sessions:
+            drafter.commit(session, [0])
+            drafter.close(session)

@@ -14,7 +14,7 @@ from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 
 
-@pytest.mark.parametrize("arguments", [[], ["alone"]])
+@pytest.mark.parametrize("arguments", [[], ["alone"], ["turns"]])
 def test_nothing_is_compiled_once_a_target_serves_with_a_draft_or_without(arguments: list[str]) -> None:
     assert compiled_late(*arguments) == []
 

@@ -1,6 +1,7 @@
 """A process of its own for tests.test_warm: a pair warms up, serves, and prints what was compiled, or loaded, only then.
 
-With the argument "alone", a target without a draft. With "proposer" and a draft service's address, what drafts for a vLLM.
+With the argument "alone", a target without a draft; with "turns", one that has it in its own process. With "proposer" and a
+draft service's address, what drafts for a vLLM.
 """
 
 import gc
@@ -39,9 +40,11 @@ def compiled() -> Counter[str]:
     return Counter({each.py_func.__qualname__: len(each.overloads) for each in found})
 
 
-def serve(draft: DraftReplica | None, where: Placement) -> Counter[str]:
+def serve(draft: DraftReplica | None, where: Placement, turns: bool = False) -> Counter[str]:
     """A target; what was compiled before it served."""
-    replica, _ = own_target(TargetConfig(TARGET, "float32", places=("separate",)), where, 0)
+    beside = TargetConfig(TARGET, "float32", places=("separate",))
+    own = TargetConfig(TARGET, "float32", places=("shared",), draft=DraftConfig(DRAFT, "float32"))
+    replica, _ = own_target(own if turns else beside, where, 0)
     if draft is not None:
         near, far = memory_link()
         draft.add_link(far)
@@ -83,8 +86,8 @@ def main() -> None:
     where, arguments = Placement(cores=(0,)), sys.argv[1:]
     if arguments[:1] == ["proposer"]:
         before = propose(arguments[1])
-    elif arguments == ["alone"]:
-        before = serve(None, where)
+    elif arguments:
+        before = serve(None, where, arguments == ["turns"])
     else:
         draft = DraftReplica(make_drafter(DraftConfig(DRAFT, "float32"), where), where)
         before = serve(draft, where)
