@@ -5,6 +5,8 @@ Compiling takes a good part of a second, for which everybody's stream would stan
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -13,25 +15,43 @@ from cluster.grpc_server import DraftServer
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 
+TARGETS = [(), ("alone",), ("turns",)]
 
-@pytest.mark.parametrize("arguments", [[], ["alone"], ["turns"]])
-def test_nothing_is_compiled_once_a_target_serves_with_a_draft_or_without(arguments: list[str]) -> None:
-    assert compiled_late(*arguments) == []
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[tuple[str, ...], Popen[str]]]:
+    """All of them at once: each compiles for a while on one core."""
+    processes = {arguments: start(*arguments) for arguments in TARGETS}
+    yield processes
+    for process in processes.values():
+        with process:
+            process.kill()
+
+
+@pytest.mark.parametrize("arguments", TARGETS)
+def test_nothing_is_compiled_once_a_target_serves_with_a_draft_or_without(
+    arguments: tuple[str, ...], started: dict[tuple[str, ...], Popen[str]]
+) -> None:
+    assert compiled_late(started[arguments]) == []
 
 
 def test_nothing_is_compiled_once_vllm_asks_for_drafts(draft: ModelRunner) -> None:
     replica = DraftReplica(ModelDrafter(draft))
     server = DraftServer("127.0.0.1", 0, replica.add_link)
     try:
-        assert compiled_late("proposer", server.address) == []
+        assert compiled_late(start("proposer", server.address)) == []
     finally:
         server.stop()
         replica.close()
 
 
-def compiled_late(*arguments: str) -> list[str]:
-    """What tests.warmed says."""
+def start(*arguments: str) -> Popen[str]:
     command = [sys.executable, "-m", "tests.warmed", *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stderr
-    return found.stdout.split()
+    return subprocess.Popen(command, text=True, stdout=PIPE, stderr=PIPE)
+
+
+def compiled_late(process: Popen[str]) -> list[str]:
+    """What tests.warmed says."""
+    found, complaints = process.communicate(timeout=600)
+    assert process.returncode == 0, complaints
+    return found.split()
