@@ -111,7 +111,7 @@ def warm_up_drafter(drafter: Drafter) -> float:
 def warm_up_turns(drafter: Drafter, effort: EffortWindow) -> None:
     """Draft steps that are taken as long as they pay, of one session and of two, into which a mirror's nodes hang first.
 
-    effort: one that is given away afterwards.
+    effort: one of its own, that nobody uses afterwards.
     """
     for sessions in ([0], [0, 1]):
         for session in sessions:
