@@ -15,6 +15,7 @@ from cluster.grpc_server import DraftServer
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 
+pytestmark = pytest.mark.timeout(900)  # where nothing is compiled yet
 TARGETS = [(), ("alone",), ("turns",)]
 
 
