@@ -71,13 +71,13 @@ def grow_on(
 ) -> tuple[int, int, int, float, float]:
     """Up to `most` steps, each as by `grow`, as long as they pay. free: slots for all of them. stakes: see engine.effort.
 
-    Returns the tree's new size, the slots taken, the steps, and what covered and opened are now.
+    Returns the tree's new size, the slots taken, the steps, and what covered and reached are now.
     """
-    covered, opened, left, steps = stakes.covered, stakes.opened, len(free), 0
+    covered, reached, left, steps = stakes.covered, stakes.reached, len(free), 0
     most_nodes = len(stakes.milliseconds) - 1
     while steps < most:
         known, at, ways, expanding = before(stakes.trials, stakes.hits, given.nodes, size, given.bounds.rows)
-        share = np.float32(covered / opened)
+        share = np.float32(covered / reached)
         gain = gain_of(known, at, ways, share, stakes.milliseconds, stakes.costs, most_nodes, steps)
         if gain <= 0 and (steps or not stakes.looks):
             break
@@ -88,8 +88,8 @@ def grow_on(
         if given.nodes.expanded[expanding].any():  # else the tree has become too deep there
             found = reach(stakes.trials, stakes.hits, given.nodes, size)
             covered += RECENT * (covered_by(given.nodes, found, expanding) - covered)
-            opened += RECENT * (at.sum() - opened)
-    return size, len(free) - left, steps, covered, opened
+            reached += RECENT * (at.sum() - reached)
+    return size, len(free) - left, steps, covered, reached
 
 
 @_long

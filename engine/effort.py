@@ -24,7 +24,7 @@ _LOOKS = 4  # target steps in a row before which it does: the first one finds ev
 _AHEAD = 8  # draft steps that are thought of together
 _DRAFT_STEPS = 16  # in a row, whose cost is learned one by one
 # How often a draft's likeliest child is taken to be right before anything is known, and how sure that is.
-_FIRST_SHARE, _FIRST_OPEN = 0.7, 4.0
+_FIRST_SHARE, _FIRST_REACHED = 0.7, 4.0
 _USUAL = 2  # committed tokens that a draft has to read at most where it did not rest
 _OF_ONE_TREE = 0.6  # of a draft step of one tree: what it takes for each of many, before it is known
 _OF_A_STEP = 0.12  # of a draft step: what reading another one takes, before it is known
@@ -63,8 +63,8 @@ class EffortWindow(GoodputWindow):
         self._clock = clock
         self._mark = 0.0  # when the draft step, or the target step, began
         self._ended: float | None = None  # when the last target step did; None where other work came since
-        self._covered = _FIRST_SHARE * _FIRST_OPEN
-        self._open = _FIRST_OPEN
+        self._covered = _FIRST_SHARE * _FIRST_REACHED
+        self._reached = _FIRST_REACHED
         self._tokens = self._ms = 0.0  # of recent steps
         self._between_ms = 0.0  # of recent steps: what is neither the target's pass nor the draft's
         self._draft_steps, self._drafted_ms = 0, 0.0  # since the last target step
@@ -72,7 +72,7 @@ class EffortWindow(GoodputWindow):
         self._rested_ms = 0.0  # since the last draft step
         self._looks = 0  # target steps with a draft step that need not pay
         self._expanding: list[IntArray] = []  # of each tree, by the draft step that runs
-        self._was_open = 0.0
+        self._reached_now = 0.0
 
     @property
     def worth(self) -> float:
@@ -91,7 +91,7 @@ class EffortWindow(GoodputWindow):
     @property
     def share(self) -> float:
         """Of the probability of the nodes that a draft step expands: what their likeliest children have."""
-        return self._covered / self._open
+        return self._covered / self._reached
 
     def pays(self, trees: Sequence[TokenTree]) -> bool:
         """Whether the drafter should take a step before the target does; `grew` has to follow one.
@@ -109,7 +109,7 @@ class EffortWindow(GoodputWindow):
             self._expanding.append(nodes)
             count += len(found)
         at_all = np.concatenate(starts)
-        self._was_open = float(at_all.sum())
+        self._reached_now = float(at_all.sum())
         milliseconds = self.cost.table(len(trees) + self.max_nodes)[len(trees) :]
         share, most, done = np.float32(self.share), self.max_nodes, self._draft_steps
         all_known, all_below = np.concatenate(known), np.concatenate(below)
@@ -129,7 +129,7 @@ class EffortWindow(GoodputWindow):
         if any(tree.expanded[nodes].any() for tree, nodes in zip(trees, self._expanding, strict=True)):
             self._rested_ms = 0.0  # not while a long prefix is read: it isn't known yet what the drafter is good for
             self._covered += RECENT * (covered - self._covered)
-            self._open += RECENT * (self._was_open - self._open)
+            self._reached += RECENT * (self._reached_now - self._reached)
 
     def stakes(self, tree: TokenTree, behind: int) -> "Stakes":
         """What says whether draft steps pay, for a drafter that takes several in one go; `grew_on` has to follow.
@@ -144,17 +144,17 @@ class EffortWindow(GoodputWindow):
             self.cost.table(1 + self.max_nodes)[1:],
             self._costs(behind),
             self._covered,
-            self._open,
+            self._reached,
             self._looks_again(),
         )
 
-    def grew_on(self, steps: int, covered: float, opened: float, behind: int) -> None:
-        """So many draft steps ended, the first since the last target step; covered, opened: what became of `Stakes`.
+    def grew_on(self, steps: int, covered: float, reached: float, behind: int) -> None:
+        """So many draft steps ended, the first since the last target step; covered, reached: what became of `Stakes`.
 
         behind: tokens that were read first, the prompt's too.
         """
         if steps:
-            self._covered, self._open = covered, opened
+            self._covered, self._reached = covered, reached
             self._draft_steps, self._drafted_ms, self._rested_ms = steps, 1000 * (self._clock() - self._mark), 0.0
             if behind > _USUAL:
                 each_ms = (self._drafted_ms - self._takes_ms(steps)) / (behind - _USUAL)
@@ -226,7 +226,7 @@ class Stakes(NamedTuple):
     milliseconds: FloatArray  # of target steps that verify 0, 1, 2... nodes
     costs: Costs
     covered: float
-    opened: float
+    reached: float
     looks: bool  # whether the first one is taken in any case
 
 

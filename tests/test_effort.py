@@ -165,7 +165,7 @@ def test_a_draft_that_has_much_to_read_first_has_to_bring_more() -> None:
     for _ in range(200):
         stakes = world.window.stakes(world.tree, 12)
         world.now += (2 * DRAFT_MS + 10 * 0.5) / 1000
-        world.window.grew_on(2, stakes.covered, stakes.opened, 12)
+        world.window.grew_on(2, stakes.covered, stakes.reached, 12)
         world.window._begin(world.now)
     assert world.window.behind_ms == pytest.approx(0.5, rel=0.1)
     assert world.window.drafting(1).table(2)[2] == pytest.approx(2 * DRAFT_MS, rel=0.1)

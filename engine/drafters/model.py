@@ -220,7 +220,7 @@ class ModelDrafter:
             return None
         pending, given = held.pending, self._fixed(held, decoder)
         unread = len(held.tokens) - max(held.computed, held.begun)  # of what came since it was opened
-        held.tree.size, taken, steps, covered, opened = grow_on(
+        held.tree.size, taken, steps, covered, reached = grow_on(
             given,
             held.tree.size,
             held.computed,
@@ -229,7 +229,7 @@ class ModelDrafter:
             most,
             effort.stakes(held.tree, unread),
         )
-        effort.grew_on(steps, covered, opened, len(pending))
+        effort.grew_on(steps, covered, reached, len(pending))
         if steps:
             self._took(held, len(pending), taken)
         return [session] if steps else []
