@@ -38,6 +38,7 @@ from engine.automatic import SHARED
 from engine.budget import CostModel
 from engine.checkpoint import ModelError
 from engine.drafters.retrieval import Documents, RetrievalDrafter
+from engine.kv import PoolExhausted
 from engine.runner import Dtype, ModelRunner
 from engine.text import load_tokenizer
 from engine.types import GenerationRequest, TokenChunk
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _ANNOUNCE_EVERY_S = 1.0
 _LOOK_EVERY_S = 1.0  # for drafts, while nothing changes: each look takes 2 ms of three processes
 _LOOK_SOON_S = 0.25  # ... and while there are none, or others than before
+_ANSWERS_S = 10.0  # a registry that takes longer hangs: who asks it watches a replica, too
 _WITHDRAW_TIMEOUT_S = 2.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
 _LAST_WORDS_S = 0.5  # for the errors that end a failed replica's streams
@@ -62,7 +64,7 @@ class TargetConfig:
     kv_tokens: int = 32768
     max_batch: int = 64
     window: WindowName = "goodput"
-    window_size: int = 31  # draft tokens per step: exactly so many for chain and tree, else the most
+    window_size: int = 31  # draft tokens per step, at most: of all sequences together for goodput, else of each
     lookup: int = 8  # tokens looked up after each step, which drafts can't be faster with; 0: none
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile
@@ -79,6 +81,7 @@ class TargetActor:
 
     def __init__(self, config: TargetConfig, placement: Placement, registry: RegistryName, index: int = 0) -> None:
         """index: of this replica among those of its model. Raises ModelError."""
+        placement.check()
         placement.apply_to_process()
         self._replica: Target
         self._links: Links
@@ -209,9 +212,9 @@ class TargetActor:
     def _link_to_new(self, known: set[str]) -> set[str]:
         """The names of the drafts there are."""
         try:
-            entries: list[DraftEntry] = ray.get(self._registry.drafts.remote())
+            entries: list[DraftEntry] = ray.get(self._registry.drafts.remote(), timeout=_ANSWERS_S)
         except ray.exceptions.RayError:
-            return known  # the registry restarts; links that stand need it not
+            return known  # the registry restarts, or hangs; links that stand need it not
         self._links.follow(entries)
         return {entry.name for entry in entries}
 
@@ -256,7 +259,7 @@ def _shared(config: TargetConfig, placement: Placement, cost: CostModel) -> Loca
         return None
     try:
         return make_shared(config.draft, placement, cost.again(), config.window_size)
-    except (ModelError, torch.OutOfMemoryError) as error:
+    except (ModelError, PoolExhausted, torch.OutOfMemoryError) as error:
         if "separate" not in config.places:
             raise
         logger.warning("the draft runs in replicas of its own only: %s", error)
@@ -277,6 +280,7 @@ class DraftActor:
 
     def __init__(self, config: DraftConfig, placement: Placement, registry: RegistryName) -> None:
         """Raises ModelError, or LinkError when no port can be had."""
+        placement.check()
         placement.apply_to_process()
         self._registry = registry.open()
         self._replica = DraftReplica(make_drafter(config, placement), placement)
@@ -323,8 +327,11 @@ class DraftActor:
 
     def _keep_announced(self) -> None:
         while works(self._replica) and not self._closing.is_set():
-            entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)
-            self._registry.announce.remote(entry)
+            try:
+                entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)
+                self._registry.announce.remote(entry)
+            except Exception:  # whatever it is: who watches the replica must not end before it
+                logger.exception("the draft could not be announced")
             self._closing.wait(_ANNOUNCE_EVERY_S)
         if not self._closing.is_set():
             _give_up()

@@ -4,6 +4,7 @@ A link loses messages rather than wait: commits are cumulative and growth is a h
 stream behind the same interface is in `grpc_link`.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from cluster.wire import decode_down, decode_up, encode_down, encode_up
 from cluster.wire_sampling import WireError
 from engine.types import Down, Up
 
+logger = logging.getLogger(__name__)
 MAX_QUEUED_MESSAGES = 1024  # wire messages waiting in one direction at one end
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 
@@ -86,6 +88,19 @@ class Link(Protocol[_OutP, In]):
 
     def close(self) -> None:
         """Ends the link at both ends; what is on its way may be lost. May be repeated."""
+
+
+def send_all(link: Link[Out, In], messages: Sequence[Out], not_told: Callable[[Out], None]) -> None:
+    """Sends what can be sent; `not_told` gets each message that no bytes may carry."""
+    try:
+        link.send(messages)
+    except ValueError:  # nothing was sent
+        for message in messages:
+            try:
+                link.send([message])
+            except ValueError as error:
+                logger.warning("a session goes without drafts: %s", error)
+                not_told(message)
 
 
 class Pipe:

@@ -1,19 +1,16 @@
 """The drafts that a target is linked to: their messages in and out, between two steps. Nothing in it waits."""
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 
 from cluster.best_place import BestPlace, Kind, Place
-from cluster.link import Link
+from cluster.link import Link, send_all
 from cluster.loop import Loop
 from cluster.rest import Rest
 from cluster.target_state import TargetState
 from cluster.trace import Trace
-from engine.types import Commit, Down, Growth, Open, Up
-
-logger = logging.getLogger(__name__)
+from engine.types import Commit, Down, Growth, Up
 
 
 class LinkedDrafts:
@@ -118,23 +115,10 @@ class LinkedDrafts:
         """Everything that there is to say goes out."""
         for draft, messages in self._state.take_messages().items():
             started = time.monotonic()
-            self._tell(self._links[draft], messages)
+            send_all(self._links[draft], messages, self._state.not_told)
             commits = sum(isinstance(message, Commit) for message in messages)
             if commits:
                 self._trace.add("commit", started, commits)
-
-    def _tell(self, link: Link[Down, Up], messages: list[Down]) -> None:
-        """Sends what can be sent. A session that no bytes may carry, as with too long a prefix, goes without drafts."""
-        try:
-            link.send(messages)
-        except ValueError:  # nothing was sent
-            for message in messages:
-                try:
-                    link.send([message])
-                except ValueError as error:
-                    logger.warning("a session goes without drafts: %s", error)
-                    if isinstance(message, (Open, Commit)):
-                        self._state.no_draft_takes(message.session)
 
     def close(self) -> None:
         """Ends all links."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.checkpoint import ModelError
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -22,6 +24,12 @@ class Placement:
     def ray_options(self) -> dict[str, float]:
         """Arguments of an actor's `.options`."""
         return {"num_cpus": self.threads, "num_gpus": self.gpus}
+
+    def check(self) -> None:
+        """Raises ModelError for cores that this process doesn't have; for a thread that isn't pinned yet."""
+        missing = set(self.cores) - os.sched_getaffinity(0)
+        if missing:
+            raise ModelError(f"cores: this process has none with the number {min(missing)}")
 
     def apply_to_thread(self) -> None:
         """Pins the calling thread, and the arithmetic threads it will start, and sets their number."""

@@ -167,6 +167,9 @@ class Reporter:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
-            samples = self._samples()
-            self._registry.report.remote(self._replica, samples)
-            self._export.show(samples)
+            try:
+                samples = self._samples()
+                self._registry.report.remote(self._replica, samples)
+                self._export.show(samples)
+            except Exception:  # whatever it is, the next report may succeed
+                logger.exception("a report could not be made")

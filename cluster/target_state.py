@@ -144,9 +144,9 @@ class TargetState:
             self.counters.healed += not hit
         return held.mirror.size > 1
 
-    def no_draft_takes(self, session: int) -> None:
-        """Nothing can be told of a session, which may have ended: no draft gets it."""
-        if held := self._sessions.get(session):
+    def not_told(self, message: Down) -> None:
+        """No bytes may carry a message, as with too long a prefix: no draft gets its session, which may have ended."""
+        if isinstance(message, (Open, Commit)) and (held := self._sessions.get(message.session)):
             held.alone, held.draft = True, None
 
     def session_closed(self, session: int) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from cluster.content import ContentSessions
 from cluster.grpcio_link import connect
-from cluster.link import Link, LinkError
+from cluster.link import Link, LinkError, send_all
 from cluster.target_state import TargetState
 from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
@@ -275,7 +275,7 @@ class Proposals:
 
     def _send(self) -> None:
         for draft, messages in self._state.take_messages().items():
-            self._links[draft].send(messages)
+            send_all(self._links[draft], messages, self._state.not_told)
 
     def _keep_connected(self) -> None:
         while not self._closing.is_set():

@@ -141,6 +141,8 @@ def _open_frame(message: Open) -> bytes:
 
 
 def _commit_frames(commits: Sequence[Commit]) -> list[bytes]:
+    longest = max((commit.handle.length for commit in commits), default=0)
+    require(longest <= MAX_PREFIX_TOKENS, f"a prefix is over the limit of {MAX_PREFIX_TOKENS} tokens")
     frames = []
     for pack, counts in _packs(commits, [len(commit.tokens) for commit in commits]):
         packed = {

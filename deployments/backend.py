@@ -6,14 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import grpc
-from ray.exceptions import (
-    ObjectLostError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    TaskCancelledError,
-    WorkerCrashedError,
-)
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
@@ -26,12 +19,10 @@ SIGN_S = 1.0  # a replica that has nothing to say for so long says that it is th
 MISSED_SIGNS = 5  # before a replica is taken for lost
 _READY_TIMEOUT_S = 2.0
 _LOST = (
-    RayActorError,
-    ObjectLostError,
-    WorkerCrashedError,
+    RayError,
     ReplicaUnavailableError,
-    TaskCancelledError,
     grpc.aio.AioRpcError,  # between replicas; Serve names only some of them
+    RuntimeError,  # Serve's, of a call that ended before the replica had said whether it takes it
 )
 
 
@@ -149,15 +140,15 @@ async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk
         raise Overloaded(f"{error.args[1]} requests are waiting already") from None
     except DeploymentUnavailableError:
         raise Closed("the model could not be started") from None
-    except _LOST as error:
-        logger.info("a replica was lost: %s", type(error).__name__)
-        raise ReplicaLost("the replica of this request is gone") from None
     except Closed as error:  # it is going away
         raise ReplicaLost(str(error)) from None
     except RayTaskError as error:  # how Ray brings what a replica raised; Serve's gRPC brings it as it is
         if isinstance(error.cause, Closed):
             raise ReplicaLost(str(error.cause)) from None
         raise error.cause from None
+    except _LOST as error:
+        logger.warning("a replica was lost: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        raise ReplicaLost("the replica of this request is gone") from None
     return chunk
 
 

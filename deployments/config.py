@@ -23,7 +23,7 @@ from cluster.address import parse_address
 from cluster.vllm_options import VllmOptions
 from deployments.keys import check_key, hidden
 from engine.checkpoint import MODELS
-from engine.choice import DrafterName, Weights, check_choice, check_weights
+from engine.choice import LEAST_KV_TOKENS, DrafterName, Weights, check_choice, check_weights
 from engine.local_choice import LocalName, check_local
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[A-Za-z0-9][A-Za-z0-9._-]{0,62})?$"  # also part of the names of actors
@@ -33,6 +33,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Placement = Literal["auto", "separate", "shared"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
+KVTokens = Annotated[int, Field(ge=LEAST_KV_TOKENS)]
 # Absolute: replicas run in folders of their own.
 Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 File = Folder
@@ -48,7 +49,7 @@ Address = Annotated[str, AfterValidator(_address)]  # "host:port"
 
 class _Settings(BaseModel):
     # Values are left out of errors: one of them may be a key.
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
 
 def _refuse(settings: _Settings, names: Iterable[str], what: str) -> None:
@@ -132,10 +133,16 @@ class TargetOptions(_Settings):
     engine: Literal["paceline", "vllm"] = Field("paceline", description="what runs it; vllm needs paceline[vllm]")
     dtype: Dtype = Field("auto", description="auto: bfloat16 where it is faster, else float32")
     invariant: bool = Field(False, description="bits that don't depend on how tokens are batched")
-    kv_tokens: PositiveInt = Field(32768, description="tokens that the KV pool of a replica holds")
+    kv_tokens: KVTokens = Field(32768, description="tokens that the KV pool of a replica holds")
     max_batch: int = Field(64, ge=1, le=1024, description="requests that run together on a replica")
     window: Literal["goodput", "chain", "tree", "heuristic", "threshold", "bandit"] = "goodput"
-    window_size: int = Field(31, ge=1, le=512, description="draft tokens verified per step: at most, or exactly")
+    window_size: int = Field(
+        31,
+        ge=1,
+        le=512,
+        description="draft tokens verified per step: of goodput at most so many of all requests together, else of each, "
+        "of chain and tree exactly; 63 of one request at most",
+    )
     lookup: int = Field(
         8, ge=0, le=64, description="tokens looked up after each step, in the text and in earlier outputs; 0: none"
     )
@@ -205,7 +212,7 @@ class DraftOptions(_Settings):
         None, description="HOST:PORT of a draft service that drafts for a cascade's model; none: lookup does"
     )
     dtype: Dtype = Field("auto", description="auto: bfloat16 where it is faster, else float32")
-    kv_tokens: PositiveInt = Field(65536, description="tokens that the KV pool of a replica holds")
+    kv_tokens: KVTokens = Field(65536, description="tokens that the KV pool of a replica holds")
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
     ports: tuple[Port, Port] = Field((26500, 26599), description="first and last; each replica takes a free one")
     weights: Weights = Field("auto", description="bits of those of large layers; int4: on GPUs")
@@ -329,6 +336,8 @@ class HttpOptions(_Settings):
         given = [key.get_secret_value() for key in self.api_keys]
         lines = self.api_keys_file.read_text().splitlines() if self.api_keys_file is not None else []
         read = [line.strip() for line in lines if line.strip()]
+        if self.api_keys_file is not None and not read:  # else anybody might ask, until somebody has written it again
+            raise ValueError("it holds no key")
         for key in read:
             check_key(key)
         return (*given, *read)

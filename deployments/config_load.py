@@ -108,11 +108,9 @@ def check_config(config: ServeConfig) -> None:
             raise ConfigError(f"http.{name}: there is no file {path}")
     if config.http.api_keys_file is not None:
         try:
-            keys = config.http.keys()
+            config.http.keys()
         except ValueError as error:
             raise ConfigError(f"http.api_keys_file: {error}") from None
-        if not keys:
-            raise ConfigError("http.api_keys_file: it holds no key")
     for index, model in enumerate(config.models):
         if model.draft is not None and model.draft.inner is not None and not config.shares(model):
             reason = "the service there may guess for one client from what others were answered"

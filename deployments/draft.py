@@ -84,18 +84,16 @@ def run_draft(options: DraftOptions, console: Console) -> None:
     with console.status("loading the draft"):
         drafter = make_drafter(options.config, placement)
     replica = DraftReplica(drafter, placement)
-    try:
-        server = DraftServer(options.host, options.port, replica.add_link)
-        console.print(
-            f"[bold]ready[/bold]  drafts at {server.address}\n\n  {_HINT.format(server.address)}\n", soft_wrap=True
-        )
-        console.print("[dim]Ctrl-C ends it[/dim]")
-        while not stopping.wait(_LOOK_EVERY_S):
-            if not works(replica):
-                raise DraftFailed("the draft failed or hangs")
-        server.stop()
-    finally:
-        replica.close()
+    server = DraftServer(options.host, options.port, replica.add_link)
+    console.print(
+        f"[bold]ready[/bold]  drafts at {server.address}\n\n  {_HINT.format(server.address)}\n", soft_wrap=True
+    )
+    console.print("[dim]Ctrl-C ends it[/dim]")
+    while not stopping.wait(_LOOK_EVERY_S):
+        if not works(replica):
+            raise DraftFailed("the draft failed or hangs")  # closing it would wait for a turn that never ends
+    server.stop()
+    replica.close()
     console.print("stopped")
 
 

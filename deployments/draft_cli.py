@@ -9,7 +9,7 @@ from rich.console import Console
 from deployments.cli_errors import one_line_errors, runtime_errors
 from deployments.cli_options import GUESSING, DtypeOption
 from engine.checkpoint import MODELS
-from engine.choice import DrafterName, Weights
+from engine.choice import LEAST_KV_TOKENS, DrafterName, Weights
 
 
 def draft(
@@ -58,7 +58,9 @@ def draft(
             help="auto, or int8, on GPUs also int4: large layers rounded to so many bits; guesses change",
         ),
     ] = "auto",
-    kv_tokens: Annotated[int, typer.Option(min=256, help="tokens whose KV is kept, all sessions together")] = 65536,
+    kv_tokens: Annotated[
+        int, typer.Option(min=LEAST_KV_TOKENS, help="tokens whose KV is kept, all sessions together")
+    ] = 65536,
     threads: Annotated[int, typer.Option(min=1, help="of the model's arithmetic on CPUs")] = 1,
     gpu: Annotated[bool, typer.Option("--gpu", help="on the first GPU")] = False,
 ) -> None:

@@ -21,6 +21,7 @@ from engine.window_choice import check_window
 MAX_SAMPLES = 8
 MAX_STOP_CHARACTERS = 1000  # of one stop string
 MAX_WORD_CHARACTERS = 1000  # of one bad word
+MAX_WORDS = MAX_BAD_WORDS // 2  # each is kept out in two spellings
 MAX_DOCUMENTS = 32  # of a request
 MAX_DOCUMENT_CHARACTERS = 2**18  # of all of them together
 MAX_DOCUMENT_TOKENS = 2**16  # likewise
@@ -221,7 +222,7 @@ def _params(fields: GenerationFields, tokenizer: PreTrainedTokenizerFast, max_to
     short = all(len(stop) <= MAX_STOP_CHARACTERS for stop in fields.stop)
     require(short, "stop", f"at most {MAX_STOP_CHARACTERS} characters each")
     short = all(len(word) <= MAX_WORD_CHARACTERS for word in fields.bad_words)
-    require(short and len(fields.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} short ones")
+    require(short and len(fields.bad_words) <= MAX_WORDS, "bad_words", f"at most {MAX_WORDS} short ones")
     require(all(fields.bad_words), "bad_words", "words must not be empty")
     return SamplingParams(
         fields.temperature,

@@ -112,7 +112,8 @@ class OneProcess:
         for _, outcome in decode_steps(self._target, [request], self._speculation, self._tokenizer):
             now = time.monotonic()
             if outcome.tokens or outcome.sequence.finish_reason is not None:
-                self._figures += Figures(len(outcome.tokens), now - mark, 1, outcome.tried, outcome.accepted)
+                if outcome.decoded:
+                    self._figures += Figures(len(outcome.tokens), now - mark, 1, outcome.tried, outcome.accepted)
                 yield _chunk(request.request_id, outcome)
             mark = time.monotonic()
 

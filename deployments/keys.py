@@ -12,6 +12,8 @@ def check_key(key: str) -> None:
     """Raises ValueError for what would be no key, or one that nobody can present."""
     if not key.strip():
         raise ValueError("a key is empty")
+    if key != key.strip() or not key.isascii() or not key.isprintable():
+        raise ValueError("a key is of printable ASCII, without spaces around it: else no header carries it")
     if key.startswith(_DIGEST) and not re.fullmatch(f"{_DIGEST}[0-9a-fA-F]{{64}}", key):
         raise ValueError(f"behind {_DIGEST} 64 hex digits are wanted")
 

@@ -14,7 +14,7 @@ from cluster.intake import Closed, Overloaded
 from cluster.target import TARGET_FAILED
 from deployments.fields import TextModel
 from engine.text import OutputText
-from engine.types import GenerationRequest, TokenChunk, TokenLogprobs
+from engine.types import GenerationRequest, InvalidRequest, TokenChunk, TokenLogprobs
 
 _PIECES = 16  # of each sample that a slow client leaves unread; generation waits then
 _PAUSE_S = 0.1  # before going on elsewhere; twice as long each time that brings nothing
@@ -196,6 +196,10 @@ class Service:
                             return
             except (ReplicaLost, Closed):
                 pass
+            except InvalidRequest as error:
+                if not output.tokens:
+                    raise
+                raise GenerationFailed(f"its replica was lost, and the others can't go on: {error.message}") from None
             except Overloaded:
                 if not output.tokens:
                     self._full[model.name] = time.monotonic() + self._full_s

@@ -52,8 +52,7 @@ def train(
     with one_line_errors():
         require(device != "cuda" or torch.cuda.is_available(), "device", "there is no CUDA device here")
         figures = run(config)
-    if figures:
-        typer.echo(f"held-out loss {figures['held_out_loss']:.3f}, agreement {figures['agreement']:.3f}")
+    typer.echo(f"held-out loss {figures['held_out_loss']:.3f}, agreement {figures['agreement']:.3f}")
     typer.echo(f"written: {out}/code-target, {out}/code-draft")
 
 

@@ -9,6 +9,8 @@ from engine.checkpoint import ModelError
 DrafterName = Literal["auto", "model", "ngram", "suffix", "retrieval", "merged", "cascade"]
 Weights = Literal["auto", "int8", "int4"]  # of a draft model's large layers
 
+LEAST_KV_TOKENS = 1024  # of a pool: a draft begins with two sessions, each with room for its tree
+
 _MODEL_NEEDED = ("model", "cascade")
 _MODEL_USED = ("auto", "merged", *_MODEL_NEEDED)
 _DOCUMENTS_USED = ("retrieval", "merged")

@@ -119,6 +119,7 @@ def _loop(
 ) -> Iterator[tuple[int, Outcome]]:
     learner = speculation.learner if speculation is not None else None
     reader = speculation.reader if speculation is not None else None
+    effort = speculation.effort if speculation is not None else None
     if speculation is not None:
         for index, sequence in enumerate(sequences):
             prompt = len(sequence.request.prompt)
@@ -130,8 +131,10 @@ def _loop(
     while running:
         plans = _plan(running, speculation)
         outcomes = stepper.step(plans)
-        if speculation is not None and speculation.effort is not None and all(plan.tree is not None for plan in plans):
-            speculation.effort.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
+        if effort is not None and all(outcome.decoded for outcome in outcomes):
+            effort.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
+        elif effort is not None:
+            effort.skipped()
         for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
             if speculation is not None and outcome.tokens:
                 if plan.tree is not None and plan.nodes is not None:

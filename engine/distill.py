@@ -22,7 +22,7 @@ from engine.cpu import has_fast_bf16
 from engine.expand import expand
 from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
-from engine.train import corpus_files, learning_rate, make_optimizer, read_texts, tokenize
+from engine.train import corpus_files, learning_rate, make_optimizer, read_texts, spread_windows, tokenize
 
 _SHORTEST_PREFIX = 32  # tokens of the corpus before the target's own
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -74,7 +74,7 @@ def distill(config: DistillConfig) -> dict[str, float]:
     target = load(config.target, config.device).requires_grad_(False)
     with Progress(*_COLUMNS, TimeRemainingColumn()) as progress:
         own = own_text(target, training, config.own_windows, "own", config, progress)
-        tests = {"held_out": windows_of(held_out, config, min(32, config.own_windows))}
+        tests = {"held_out": spread_windows(held_out, config.sequence_length + 1, min(32, config.own_windows))}
         tests["own"] = own_text(target, held_out, min(64, config.own_windows), "own-held-out", config, progress)
         draft = load(first_draft(config), config.device)
         optimizer = make_optimizer(draft)
@@ -159,13 +159,6 @@ def own_text(
     torch.save(text.to(torch.int32), temporary)
     temporary.replace(saved)
     return text
-
-
-def windows_of(data: torch.Tensor, config: DistillConfig, count: int) -> torch.Tensor:
-    """At most `count` windows [count, sequence_length + 1], evenly spread over `data`."""
-    length = config.sequence_length + 1
-    windows = data[: len(data) // length * length].view(-1, length)
-    return windows[:: max(1, len(windows) // count)][:count]
 
 
 def batch_at(step: int, data: torch.Tensor, own: torch.Tensor, config: DistillConfig) -> torch.Tensor:

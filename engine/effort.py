@@ -72,6 +72,7 @@ class EffortWindow(GoodputWindow):
         self._rested_ms = 0.0  # since the last draft step
         self._looks = 0  # target steps with a draft step that need not pay
         self._expanding: list[IntArray] = []  # of each tree, by the draft step that runs
+        self._sizes: list[int] = []  # of each tree, before it
         self._reached_now = 0.0
 
     @property
@@ -98,7 +99,7 @@ class EffortWindow(GoodputWindow):
 
         It may only pay together with those behind it, which are cheaper.
         """
-        self._trees = len(trees)
+        self._trees, self._sizes = len(trees), [tree.size for tree in trees]
         known, starts, below, self._expanding, count = [], [], [], [], 0
         for tree in trees:
             found, at, ways, nodes = before(*self.calibration.counts(tree), tree.nodes, tree.size, self._rows)
@@ -123,11 +124,12 @@ class EffortWindow(GoodputWindow):
         self._draft_steps += 1
         self._drafted_ms += 1000 * (self._clock() - self._mark)
         self._learn_drafting()
-        covered = 0.0
-        for tree, nodes in zip(trees, self._expanding, strict=True):
+        covered, read_on = 0.0, True
+        for tree, nodes, size in zip(trees, self._expanding, self._sizes, strict=True):
             covered += covered_by(tree.nodes, self.calibration.paths(tree), nodes)
-        if any(tree.expanded[nodes].any() for tree, nodes in zip(trees, self._expanding, strict=True)):
-            self._rested_ms = 0.0  # not while a long prefix is read: it isn't known yet what the drafter is good for
+            read_on = read_on and tree.size == size and not tree.expanded[nodes].any()
+        if not read_on:  # else a long prefix is being read: it isn't known yet what the drafter is good for
+            self._rested_ms = 0.0
             self._covered += RECENT * (covered - self._covered)
             self._reached += RECENT * (self._reached_now - self._reached)
 
@@ -252,7 +254,9 @@ def draft_steps(drafter: Drafter, sessions: Sequence[int], most: int, effort: Ef
         if effort is not None and not effort.pays(trees):
             break
         now = drafter.grow()
-        if effort is not None and now:
+        if not now:  # nor would the next step find anything
+            break
+        if effort is not None:
             effort.grew(trees)
         grown.update(now)
     if effort is not None:

@@ -32,6 +32,7 @@ class Processors:
         self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
         self._output: list[int] = []
         self._penalties = _Penalties(params, prompt) if _has_penalties(params) else None
+        self._bad = _BadWords(params.bad_words) if params.bad_words else None
         self._biased = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
         self._biases = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32)
         self._grammar = _grammar_state(params, ends, vocab_size, vocabulary)
@@ -52,9 +53,8 @@ class Processors:
         logits = logits.to(torch.float32, copy=True)
         if self._grammar is not None:
             self._grammar.mask(logits, paths)
-        for row, path in enumerate(paths):
-            for token in self._bad_after(path):
-                logits[row, token] = -torch.inf
+        if self._bad is not None:
+            self._bad.mask(logits, self._output, paths)
         if len(self._biased):
             logits[:, self._biased] += self._biases.to(logits.device)
         for row, path in enumerate(paths):
@@ -64,13 +64,31 @@ class Processors:
             self._penalties.apply(logits, paths)
         return logits
 
-    def _bad_after(self, path: Sequence[int]) -> list[int]:
-        """The tokens that would complete a bad word."""
-        if not self._params.bad_words:
-            return []
-        longest = max(len(word) for word in self._params.bad_words)
-        tail = (*self._output[-longest:], *path)
-        return [word[-1] for word in self._params.bad_words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
+
+class _BadWords:
+    """Words that may not come, by the tokens before their last one: a thousand of them cost a row no more than a few do."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """words: as tokens, none of them empty."""
+        self._never = torch.tensor([word[0] for word in words if len(word) == 1], dtype=torch.int64)
+        self._behind: dict[tuple[int, ...], list[int]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._behind.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lengths = sorted({len(start) for start in self._behind})
+
+    def mask(self, logits: torch.Tensor, output: Sequence[int], paths: Paths) -> None:
+        """-inf in place for the tokens that would complete a word; see Processors.apply."""
+        if len(self._never):
+            logits[:, self._never] = -torch.inf
+        if not self._lengths:
+            return
+        end = output[-self._lengths[-1] :]
+        for row, path in enumerate(paths):
+            tail = (*end, *path)
+            for length in self._lengths:
+                if length <= len(tail) and (bad := self._behind.get(tail[len(tail) - length :])):
+                    logits[row, bad] = -torch.inf
 
 
 class _Penalties:

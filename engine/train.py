@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.cpu import has_fast_bf16
+from engine.resume import restore_state, save_state
 
 END = "<|endoftext|>"
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -154,20 +155,24 @@ def losses(
     return cross_entropy, kl, agreement
 
 
-def evaluate(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, data: torch.Tensor, config: TrainingConfig
-) -> tuple[float, float]:
-    """(held-out cross-entropy of the target in nats per token, agreement), over at most 32 fixed windows."""
-    length = config.sequence_length + 1
-    windows = data[: len(data) // length * length].view(-1, length)
-    windows = windows[:: max(1, len(windows) // 32)]
+def held_out_figures(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, data: torch.Tensor, steps: int, config: TrainingConfig
+) -> dict[str, float]:
+    """`steps`, held-out cross-entropy of the target in nats per token, and agreement, over at most 32 windows."""
+    windows = spread_windows(data, config.sequence_length + 1, 32)
     totals = torch.zeros(2)
     with torch.no_grad():
         for window in windows:
             cross_entropy, _, agreement = losses(target, draft, window[None].to(config.device))
             totals += torch.tensor([cross_entropy.item(), agreement])
     loss, agreement = (totals / len(windows)).tolist()
-    return loss, agreement
+    return {"steps": steps, "held_out_loss": round(loss, 4), "agreement": round(agreement, 4)}
+
+
+def spread_windows(data: torch.Tensor, length: int, count: int) -> torch.Tensor:
+    """At most `count` windows [count, length], evenly spread over `data`."""
+    windows = data[: len(data) // length * length].view(-1, length)
+    return windows[:: max(1, len(windows) // count)][:count]
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
@@ -202,15 +207,18 @@ def train(config: TrainingConfig) -> dict[str, float]:
     target = build_model(TARGET_SHAPE, KEY_VALUE_HEADS["target"], config)
     draft = build_model(DRAFT_SHAPE, KEY_VALUE_HEADS["draft"], config)
     optimizers = [make_optimizer(target), make_optimizer(draft)]
-    state = config.work / "state.pt"
-    first_step = restore(state, target, draft, optimizers, config)
+    parts = {"target": target, "draft": draft, "target-optimizer": optimizers[0], "draft-optimizer": optimizers[1]}
+    first_step = restore_state(config.work, recipe(config), parts, config.device)
 
     figures: dict[str, float] = {}
+    if first_step >= config.steps:  # it was finished before: perhaps for another folder
+        figures = held_out_figures(target, draft, held_out_data, first_step, config)
+        export(target, draft, tokenizer, figures, config)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn()) as progress:
         bar = progress.add_task(f"training on {len(training_data):,} tokens", total=config.steps, completed=first_step)
         for step in range(first_step, config.steps):
-            cross_entropy, kl, agreement = losses(target, draft, batch_at(step, training_data, config))
+            cross_entropy, kl, _ = losses(target, draft, batch_at(step, training_data, config))
             (cross_entropy + kl).backward()  # the teacher's logits are detached: two independent problems
             for model, optimizer in zip((target, draft), optimizers, strict=True):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -220,10 +228,9 @@ def train(config: TrainingConfig) -> dict[str, float]:
                 optimizer.zero_grad(set_to_none=True)
             progress.update(bar, advance=1, description=f"loss {cross_entropy.item():.3f} kl {kl.item():.3f}")
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-                loss, agreement = evaluate(target, draft, held_out_data, config)
-                progress.console.print(f"step {step + 1}: held-out loss {loss:.3f}, agreement {agreement:.3f}")
-                figures = {"steps": step + 1, "held_out_loss": round(loss, 4), "agreement": round(agreement, 4)}
-                save_state(state, step + 1, target, draft, optimizers, config)
+                figures = held_out_figures(target, draft, held_out_data, step + 1, config)
+                progress.console.print(f"step {step + 1}: {figures}")
+                save_state(config.work, step + 1, recipe(config), parts)
                 export(target, draft, tokenizer, figures, config)
     write_prompts(held_out_files, tokenizer, config.out / "heldout.jsonl")
     return figures
@@ -231,7 +238,7 @@ def train(config: TrainingConfig) -> dict[str, float]:
 
 def load_or_train_tokenizer(files: list[Path], config: TrainingConfig) -> PreTrainedTokenizerFast:
     """The tokenizer of an interrupted run, or a new one."""
-    saved = config.work / "tokenizer"
+    saved = config.work / f"tokenizer-{config.vocab_size}"
     if not saved.exists():
         train_tokenizer(read_texts(files), config.vocab_size).save_pretrained(saved)
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(saved)
@@ -242,49 +249,6 @@ def recipe(config: TrainingConfig) -> dict[str, int | float]:
     """What must be equal for a training state to be continued."""
     names = ("steps", "batch_size", "sequence_length", "learning_rate", "warmup_steps", "vocab_size", "seed")
     return {name: getattr(config, name) for name in names}
-
-
-def save_state(
-    path: Path,
-    step: int,
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    optimizers: list[torch.optim.AdamW],
-    config: TrainingConfig,
-) -> None:
-    """Writes the training state atomically, so that an interruption at any moment can be resumed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(
-        {
-            "step": step,
-            "recipe": recipe(config),
-            "models": [target.state_dict(), draft.state_dict()],
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        },
-        temporary,
-    )
-    temporary.replace(path)
-
-
-def restore(
-    path: Path,
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    optimizers: list[torch.optim.AdamW],
-    config: TrainingConfig,
-) -> int:
-    """Loads the training state, if there is one; returns the first step to run."""
-    if not path.exists():
-        return 0
-    state = torch.load(path, map_location=config.device, weights_only=True)
-    if state["recipe"] != recipe(config):
-        raise ValueError(f"{path} was written by another recipe: {state['recipe']}; delete it to start anew")
-    for model, saved in zip((target, draft), state["models"], strict=True):
-        model.load_state_dict(saved)
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    return int(state["step"])
 
 
 def export(

@@ -22,7 +22,7 @@ from engine.head import Head, output_head
 from engine.local_choice import HEADS_FILE
 from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
-from engine.train import batch_at, corpus_files, learning_rate, make_optimizer, read_texts, tokenize
+from engine.train import batch_at, corpus_files, learning_rate, make_optimizer, read_texts, spread_windows, tokenize
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 _TEST_WINDOWS = 32
@@ -62,7 +62,7 @@ def train_heads(config: HeadsConfig) -> dict[str, Any]:
     target: Any = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32, local_files_only=True)
     target = target.to(config.device).requires_grad_(False)
     output = output_head(target)
-    tests = test_windows(held_out, config)
+    tests = spread_windows(held_out, config.sequence_length + 1, _TEST_WINDOWS)
     heads = TokenHeads(config.heads, target.config.get_text_config().hidden_size).to(config.device)
     optimizer = make_optimizer(heads)
     parts = {"heads": heads, "optimizer": optimizer}
@@ -90,13 +90,6 @@ def train_heads(config: HeadsConfig) -> dict[str, Any]:
                 save_state(config.work, step, config.recipe(), parts)
                 export(heads, figures, config)
     return figures
-
-
-def test_windows(data: torch.Tensor, config: HeadsConfig) -> torch.Tensor:
-    """A few windows [n, sequence_length + 1], evenly spread over `data`."""
-    length = config.sequence_length + 1
-    windows = data[: len(data) // length * length].view(-1, length)
-    return windows[:: max(1, len(windows) // _TEST_WINDOWS)][:_TEST_WINDOWS]
 
 
 def compare(target: Any, output: Head, heads: TokenHeads, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

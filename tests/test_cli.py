@@ -20,6 +20,7 @@ from cluster.trace import Kind, Span
 from deployments import cli, demo_view, timeline
 from deployments.demo import Results
 from deployments.figures import Figures
+from deployments.generate import Pair, start
 from deployments.training_cli import train
 from engine.checkpoint import MODELS
 from engine.types import GenerationRequest, SamplingParams
@@ -192,6 +193,16 @@ def test_plain_and_sequential_give_the_same_text(sample: tuple[list[str], str]) 
 def test_another_seed_gives_another_text() -> None:
     texts = {run("generate", PROMPT, "--mode", "plain", *EXACT, "--seed", seed).stdout for seed in "1234"}
     assert len(texts) > 1
+
+
+def test_figures_of_one_process_leave_the_prompt_out() -> None:
+    pair = Pair(MODELS / "code-target", None)
+    request = GenerationRequest("0", tuple(range(100, 400)), SamplingParams(max_tokens=4, ignore_eos=True))
+    engine = start("plain", pair, lambda text: None)
+    assert [len(chunk.tokens) for chunk in engine.stream(request)] == [1] * 4
+    figures = engine.figures()
+    assert (figures.tokens, figures.steps) == (3, 3), "the first token came with the end of the prompt"
+    engine.close()
 
 
 def test_text_follows_an_expression() -> None:

@@ -132,6 +132,10 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         ),
         (("http", "resources"), {"ingress": 1.5}, "http.resources: ingress: 1.5 is neither a whole number nor"),
         (("limits", "request_timeout_s"), float("nan"), "limits.request_timeout_s: Input should be"),
+        (("models", 0, "draft", "scaling"), {"ratio": float("inf")}, "scaling.ratio: Input should be a finite number"),
+        (("http", "resources"), {"ingress": float("inf")}, "http.resources.ingress: Input should be a finite number"),
+        (("models", 0, "target", "kv_tokens"), 100, "models.0.target.kv_tokens: Input should be greater than or equal"),
+        (("models", 0, "draft", "kv_tokens"), 512, "models.0.draft.kv_tokens: Input should be greater than or equal"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(path: tuple[str | int, ...], value: Any, message: str) -> None:
@@ -377,12 +381,25 @@ def test_the_configurations_of_the_pages_are_right(page: str, tmp_path: Path) ->
 
 def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
     """An empty one, as an unset variable gives it, would let everybody in."""
-    for key, reason in (("", "a key is empty"), (" ", "a key is empty"), ("sha256:12", "64 hex digits")):
+    for key, reason in (
+        ("", "a key is empty"),
+        (" ", "a key is empty"),
+        ("sha256:12", "64 hex digits"),
+        (" key", "printable ASCII"),
+        ("schlüssel", "printable ASCII"),
+        ("two\nlines", "printable ASCII"),
+    ):
         with pytest.raises(ConfigError, match=f"http.api_keys: {reason}|http.api_keys: .*{reason}"):
             parse_config(changed("http", "api_keys", to=[key]))
     file = write(tmp_path / "keys", "good\nsha256:12\n")
     with pytest.raises(ConfigError, match=r"http.api_keys_file: behind sha256: 64 hex digits"):
         check_config(parse_config(changed("http", "api_keys_file", to=str(file))))
+    file.write_text("\n \n")  # as somebody writes it anew: a replica that starts just then must not let everybody in
+    emptied = parse_config(changed("http", "api_keys_file", to=str(file)))
+    with pytest.raises(ValueError, match="it holds no key"):
+        emptied.http.keys()
+    with pytest.raises(ConfigError, match=r"http.api_keys_file: it holds no key"):
+        check_config(emptied)
     shown = hidden("good").replace("sha256:", "").upper()
     ApiKeys([f"sha256:{shown}"]).salt("good")
 

@@ -2,15 +2,17 @@
 
 import gc
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from rich.console import Console
 
 from cluster.draft import DraftReplica
 from cluster.drafters import EACH_ON_CPUS, DraftConfig, make_drafter, same_tokens
@@ -18,7 +20,7 @@ from cluster.grpc_link import connect
 from cluster.link import memory_link
 from cluster.placement import Placement
 from cluster.target import TargetReplica
-from deployments.draft import DraftOptions, check_options
+from deployments.draft import DraftFailed, DraftOptions, check_options, run_draft
 from engine.automatic import GROWING
 from engine.checkpoint import MODELS, ModelError
 from engine.choice import DrafterName, Weights, check_documents
@@ -225,3 +227,33 @@ def test_tokenizers_of_one_vocabulary_are_the_same(permuted: Path) -> None:
     draft.add_special_tokens({"additional_special_tokens": ["<|another|>"]})
     assert same_tokens(target, draft)
     assert not same_tokens(target, other)
+
+
+def test_the_command_ends_when_its_draft_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It doesn't wait for the turn that never ends."""
+    replicas: list[DraftReplica] = []
+
+    class Hanging(DraftReplica):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            replicas.append(self)
+
+        @property
+        def turn_s(self) -> float:
+            return 3600.0
+
+        def close(self) -> None:
+            raise AssertionError("closing waits for the turn that hangs")
+
+    monkeypatch.setattr("deployments.draft.DraftReplica", Hanging)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    options = DraftOptions(None, "127.0.0.1", 0, "ngram")
+    try:
+        with pytest.raises(DraftFailed, match="failed or hangs"):
+            run_draft(options, Console(quiet=True))
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+            signal.signal(number, handler)
+        for replica in replicas:
+            DraftReplica.close(replica)
+    assert len(replicas) == 1

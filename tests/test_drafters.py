@@ -182,6 +182,10 @@ def test_a_session_opened_again_shares_its_output_once() -> None:
     drafter.open(1, [1, 2, 3], SamplingParams(), prompt=1)
     drafter.close(1)
     drafter.close(1)
+    drafter.open(3, [1, 2, 3], SamplingParams(), prompt=1)  # as after a lost message, under another key
+    drafter.close(3)
+    assert drafter._shared is not None
+    assert drafter._shared._total == 1 + 2
     drafter.open(2, [2], SamplingParams())
     drafter.grow()
     assert paths(drafter.tree(2)) == {(3,): 0.5}

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
-from engine.automatic import GROWING
+from engine.automatic import GROWING, taking_turns
 from engine.budget import Calibration, CostModel
+from engine.decode import decode_steps
 from engine.drafters.model import Growing, ModelDrafter
-from engine.effort import EffortWindow
+from engine.drafters.votes import NOTHING
+from engine.effort import EffortWindow, draft_steps
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
-from engine.types import SamplingParams
+from engine.types import GenerationRequest, SamplingParams
 
 TARGET_MS, DRAFT_MS = 10.0, 2.0
 
@@ -201,7 +203,57 @@ def test_an_earlier_output_is_known_to_the_next_session(draft: ModelRunner) -> N
 def test_a_session_that_is_opened_again_shares_its_text_once(draft: ModelRunner) -> None:
     drafter = ModelDrafter(draft, GROWING)
     drafter.open(0, [1, 2, 3], SamplingParams(), 1)
-    drafter.open(0, [1, 2, 3, 4], SamplingParams(), 1)
+    drafter.commit(0, [4, 5])
+    drafter.open(0, [1, 2, 3, 4, 5], SamplingParams(), 1)
+    drafter.commit(0, [6])
     drafter.close(0)
+    drafter.open(1, [1, 2, 3, 4, 5, 6], SamplingParams(), 1)
+    drafter.close(1)
     assert drafter._shared is not None
-    assert drafter._shared._total == 1 + 3
+    assert [token for token in drafter._shared._tokens[:6].tolist() if token != NOTHING] == [4, 5, 6]
+    assert drafter._shared._total == 2 + 2 + 1, "more than the two texts"
+
+
+def test_a_drafter_that_expands_nothing_is_learned_from_and_rests_too() -> None:
+    """As lookup: its trees grow, but none of their nodes is marked as expanded."""
+
+    class Looking:
+        """Guesses one token after each commit, for nothing."""
+
+        def __init__(self, tree: TokenTree) -> None:
+            self.shown = tree
+            self.asked = 0
+
+        def tree(self, session: int) -> TokenTree:
+            return self.shown
+
+        def grow(self) -> list[int]:
+            self.asked += 1
+            return [0] if self.shown.size == 1 and self.shown.add(ROOT, 1, 0.3) > 0 else []
+
+    world = World(0.8, guess=0.001)
+    drafter = Looking(world.tree)
+    for _ in range(300):
+        before = drafter.asked
+        draft_steps(drafter, [0], 16, world.window)  # type: ignore[arg-type]  # two methods of a Drafter are enough
+        assert drafter.asked - before <= 2, "it is asked again though it has nothing more"
+        [nodes] = world.window.choose([world.tree])
+        world.now += TARGET_MS / 1000
+        world.window.observe(world.tree, nodes, [])
+        world.window.stepped(1 + len(nodes), 1)
+        world.tree.reset(0)
+    assert world.window.share < 0.5, "what its guesses are worth was not learned"
+
+
+def test_steps_that_read_a_prompt_say_nothing_of_what_drafting_costs(target: ModelRunner, draft: ModelRunner) -> None:
+    """One sequence decodes while another's long prompt is read: the draft steps of each turn end with it."""
+    speculation = taking_turns(draft, CostModel(), 0.1)
+    effort = speculation.effort
+    assert effort is not None
+    prompts = [(5, 6, 7), tuple(range(100, 900))]
+    requests = [GenerationRequest(str(n), prompt, SamplingParams(max_tokens=12)) for n, prompt in enumerate(prompts)]
+    mixed = 0
+    for _, outcome in decode_steps(target, requests, speculation):
+        assert effort._draft_steps == 0, "draft steps of an earlier turn are counted in this one"
+        mixed += not outcome.decoded
+    assert mixed > 5

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cluster.placement import Placement, place
+from engine.checkpoint import ModelError
 
 
 def with_cores(monkeypatch: pytest.MonkeyPatch, *cores: int) -> None:
@@ -81,3 +82,11 @@ def test_the_number_of_arithmetic_threads_is_set_without_pinning() -> None:
     assert torch.get_num_threads() == 2
     assert os.sched_getaffinity(0) == before
     torch.set_num_threads(threads)
+
+
+def test_cores_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cores(monkeypatch, 0, 1)
+    Placement(cores=(0, 1)).check()
+    Placement().check()
+    with pytest.raises(ModelError, match="cores: this process has none with the number 64"):
+        Placement(cores=(1, 64)).check()

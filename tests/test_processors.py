@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.decode import Generation, Speculation, decode
@@ -100,6 +102,21 @@ def test_every_row_is_processed_as_the_text_that_leads_to_it_demands() -> None:
         expected = reference(logits[row], EVERYTHING, prompt, (*output, *path))
         torch.testing.assert_close(processed[row], expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(logits, before), "what was given stays as it is"
+
+
+few = st.lists(st.integers(0, 3), max_size=6)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=20), few, st.lists(few))
+def test_a_token_is_kept_out_where_it_would_complete_a_bad_word(
+    words: list[list[int]], output: list[int], paths: list[list[int]]
+) -> None:
+    params = SamplingParams(bad_words=tuple(map(tuple, words)))
+    processed = made(params, output, 0).apply(torch.zeros(len(paths), SIZE), paths)
+    for row, path in enumerate(paths):
+        texts = {token: [*output, *path, token] for token in range(4)}
+        bad = {token for token, text in texts.items() if any(text[-len(word) :] == word for word in words)}
+        assert set((processed[row] == -math.inf).nonzero().flatten().tolist()) == bad
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -26,7 +26,7 @@ from deployments.service import (
 from engine.decode import Generation, decode
 from engine.runner import ModelRunner
 from engine.text import OutputText
-from engine.types import GenerationRequest, TokenChunk, TokenLogprobs
+from engine.types import GenerationRequest, InvalidRequest, TokenChunk, TokenLogprobs
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S
 
@@ -200,6 +200,16 @@ class Broken:
         yield TokenChunk(request.request_id, (), (), "error", "not finite")
 
 
+class Forgetful:
+    """Is lost after a token, and can't go on with the output elsewhere; implements Backend."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
+        if request.resume_tokens:
+            raise InvalidRequest("grammar", "an output that has it can't be resumed")
+        yield TokenChunk(request.request_id, (5,), ("target",))
+        raise ReplicaLost
+
+
 class Silent:
     """Says nothing after a token; implements Backend."""
 
@@ -220,6 +230,8 @@ def test_errors_come_through(served: Make) -> None:
         collect(served(Full()), request)
     with pytest.raises(GenerationFailed, match="not finite"):
         collect(served(Broken()), request)
+    with pytest.raises(GenerationFailed, match="its replica was lost, and the others can't go on: an output"):
+        collect(served(Forgetful()), request)  # the request was in order: its client is not to blame
 
 
 def test_a_drained_service_admits_nothing_and_finishes_what_runs(served: Make) -> None:

@@ -202,8 +202,8 @@ def test_a_session_of_which_nothing_can_be_told_goes_without_drafts() -> None:
     state = state_with(A)
     session = state.session_opened(PROMPT, PARAMS)
     state.take_messages()
-    state.no_draft_takes(session)
-    state.no_draft_takes(99)
+    state.not_told(Open(session, PROMPT, PARAMS, len(PROMPT)))
+    state.not_told(Commit(99, handle(*PROMPT), (4,), True))
     state.tokens_committed(session, (4,))
     state.draft_joined(B)
     assert state.take_messages() == {}

@@ -69,6 +69,23 @@ def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(
     assert weights(parts) == weights(whole)
 
 
+def test_a_run_that_was_finished_is_written_to_another_folder_too(tmp_path: Path) -> None:
+    first = at(tmp_path)
+    figures = train.train(first)
+    other = replace(first, out=tmp_path / "other" / "models")
+    assert train.train(other) == figures
+    assert weights(other) == weights(first)
+    assert (other.out / "heldout.jsonl").read_text() == (first.out / "heldout.jsonl").read_text()
+
+
+def test_another_vocabulary_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    config = at(tmp_path, steps=1)
+    train.train(config)
+    (config.work / "state.pt").unlink()
+    train.train(replace(config, vocab_size=290))
+    assert ModelRunner(config.out / "code-target", dtype="float32", kv_tokens=64).vocab_size == 290
+
+
 def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
     first, second = at(tmp_path / "first", steps=1), at(tmp_path / "second", steps=1, seed=1)
     train.train(first)

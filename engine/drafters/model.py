@@ -141,7 +141,7 @@ class ModelDrafter:
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        self._release(session)  # opened again, it has its text once more: nothing of it is shared twice
+        self.close(session)
         whole, params = params, params if self._knows(params) else replace(params, grammar=None)
         prompt = len(tokens) if prompt is None else prompt
         processors = self._processors(params, tokens, prompt)
@@ -280,17 +280,14 @@ class ModelDrafter:
 
     def close(self, session: int) -> None:
         """See Drafter."""
-        held = self._sessions.get(session)
-        self._release(session)
-        if held is not None and self._shared is not None and held.tokens[held.prompt :]:
-            self._shared.begin()
-            self._shared.extend(held.tokens[held.prompt :])
-
-    def _release(self, session: int) -> None:
         held = self._sessions.pop(session, None)
-        if held is not None:
-            self._runner.pool.release(held.lease)
-            self._runner.pool.release(held.tree_lease)
+        if held is None:
+            return
+        self._runner.pool.release(held.lease)
+        self._runner.pool.release(held.tree_lease)
+        if self._shared is not None and len(held.tokens) > held.begun:
+            self._shared.begin()
+            self._shared.extend(held.tokens[held.begun :])  # what it was opened with was shared when it was written
 
     def check(self) -> None:
         """See Drafter."""

@@ -15,11 +15,11 @@ from engine.types import SamplingParams
 
 
 class _Session:
-    def __init__(self, tokens: Sequence[int], prompt: int, own: int, greedy: bool) -> None:
+    def __init__(self, tokens: Sequence[int], own: int, greedy: bool) -> None:
         self.past = Past(own)
         self.past.extend(tokens)
         self.last = list(tokens[-LONGEST:])
-        self.output = list(tokens[prompt:])
+        self.output: list[int] = []  # since it was opened: what came before was shared when it was written
         self.tree = TokenTree(tokens[-1], greedy=greedy)
         self.fresh = True  # the root moved since the tree was grown
 
@@ -52,9 +52,9 @@ class SuffixDrafter:
         self._sessions: dict[int, _Session] = {}
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
-        """See Drafter. A session that is opened again has its text once more: nothing of it is shared twice."""
-        prompt = len(tokens) if prompt is None else prompt
-        self._sessions[session] = _Session(tokens, prompt, self._own, params.temperature == 0)
+        """See Drafter."""
+        self.close(session)
+        self._sessions[session] = _Session(tokens, self._own, params.temperature == 0)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""
