@@ -75,7 +75,7 @@ proto: $(VENV)/.installed-dev ## regenerate cluster/pb from the .proto files
 		$(patsubst $(PROTO_DIR)/%,cluster/pb/%,$(wildcard $(PROTO_DIR)/*.proto))
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 
 # Stamps: installing again is needed only when pyproject.toml changes.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
@@ -87,7 +87,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 $(VLLM)/bin/python:
-	$(PYTHON) -m venv $(VLLM)
+	$(PYTHON) -m venv --upgrade-deps $(VLLM)
 
 # Why in three steps: see benchmarks/requirements-vllm.txt.
 $(VLLM)/.installed: benchmarks/requirements-vllm.txt benchmarks/vllm_name/pyproject.toml | $(VLLM)/bin/python
@@ -112,7 +112,7 @@ $(VLLM)/.tcmalloc: $(VLLM)/.installed
 		dpkg -x libtcmalloc*.deb tcmalloc && touch .tcmalloc
 
 $(TRANSFORMERS)/bin/python:
-	$(PYTHON) -m venv $(TRANSFORMERS)
+	$(PYTHON) -m venv --upgrade-deps $(TRANSFORMERS)
 
 $(TRANSFORMERS)/.installed: benchmarks/requirements-transformers.txt | $(TRANSFORMERS)/bin/python
 	$(TRANSFORMERS)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-transformers.txt

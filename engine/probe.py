@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+import transformers
 
 from engine.attention import Current, Heads
 
@@ -36,8 +36,8 @@ class _Call(NamedTuple):
 
 def register_probe() -> None:
     """Makes PROBE known to transformers."""
-    AttentionInterface.register(PROBE, _record)
-    AttentionMaskInterface.register(PROBE, _keep_mask)
+    transformers.AttentionInterface.register(PROBE, _record)
+    transformers.AttentionMaskInterface.register(PROBE, _keep_mask)
 
 
 def probe(model: Any, layers: int, length: int, current: Current) -> Heads:

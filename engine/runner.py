@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers  # imports what is named when it is first used: the half of it that models need takes 3 s
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size, stored_numbers
@@ -134,7 +134,7 @@ class ModelRunner:
     def _load(self) -> Any:
         register_probe()
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 self.path,
                 dtype=self.dtype,
                 attn_implementation=PROBE,
@@ -162,7 +162,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _probe(self, layers: int) -> Heads:
         """Finds out what the model's attention is like, and gives it ours."""
-        AttentionInterface.register(ATTENTION, _attend)
+        transformers.AttentionInterface.register(ATTENTION, _attend)
         heads = probe(self.model, layers, self.max_length, self._current)
         self.model.set_attn_implementation(ATTENTION)
         return heads
@@ -181,7 +181,7 @@ class ModelRunner:
 
     def _compile(self) -> None:
         """Compiles the model for any number of rows, with our attention left as it is: its keys grow with every step."""
-        AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attend))
+        transformers.AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attend))
         self.model.set_attn_implementation(UNCOMPILED)
         lease = self.pool.lease(4)
         try:
