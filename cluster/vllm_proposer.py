@@ -154,7 +154,7 @@ def _warm_up(options: ProposerOptions) -> None:
             nodes = np.asarray([-1, 0], np.int32), text[:2], np.ones(2, np.float32)
             for growth in decode_up(encode_up([Growth(session, committed.handle, *nodes)])[0]):
                 state.received(0, growth)
-            assert state.mirror(session).likeliest(options.most, options.least)
+            assert len(state.mirror(session).chain(options.most, options.least))
 
 
 class Proposals:
@@ -229,7 +229,9 @@ class Proposals:
 
     def _proposal(self, session: int) -> list[int]:
         """A mirror's probabilities say how sure the draft is; verifying what hardly ever holds costs the engine a row."""
-        return self._state.mirror(session).likeliest(self._options.most, self._options.least)
+        mirror = self._state.mirror(session)
+        tokens: list[int] = mirror.token[mirror.chain(self._options.most, self._options.least)].tolist()
+        return tokens
 
     def _wait(self, sessions: Sequence[int]) -> float:
         """A bounded time for growth where nothing at all could be proposed: one row's miss holds up no other's hit.

@@ -83,7 +83,7 @@ def warm_up_loops() -> None:
     window.observe(mirror, chosen, [1])
     mirror.rows(chosen)
     walk(mirror, chosen, np.zeros(1 + len(chosen), np.int32))
-    mirror.likeliest(1, 0.0)
+    mirror.chain(1)
     mirror.commit([0])
     mirror.hang([0], [0.5])
     Lookup([0, 0], True, Earned(), 1).hang(mirror)

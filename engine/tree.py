@@ -137,10 +137,10 @@ class TokenTree:
         nodes: list[int] = loops.path(self.nodes, self.size, _ids(tokens)).tolist()
         return nodes
 
-    def likeliest(self, most: int, least: float) -> list[int]:
-        """Up to `most` tokens along the most confident children, as long as the path's probability is at least `least`."""
-        tokens: list[int] = loops.likeliest(self.nodes, self.size, most, least).tolist()
-        return tokens
+    def chain(self, most: int, least: float = 0.0, start: int = ROOT) -> IntArray:
+        """Up to `most` nodes behind `start`, each the most confident child, as long as a node's probability is `least`."""
+        found: IntArray = loops.chain(self.nodes, self.size, start, most, least)
+        return found
 
     def frontier(self, count: int, max_depth: int) -> list[int]:
         """Up to `count` nodes whose children are not computed yet, the most probable first."""

@@ -178,20 +178,19 @@ def path(nodes: Nodes, size: int, tokens: IntArray) -> IntArray:
 
 
 @compiled
-def likeliest(nodes: Nodes, size: int, most: int, least: float) -> IntArray:
-    """See TokenTree.likeliest."""
-    tokens = np.empty(most, np.int32)
-    node = 0
+def chain(nodes: Nodes, size: int, start: int, most: int, least: float) -> IntArray:
+    """See TokenTree.chain."""
+    found = np.empty(most, np.int32)
+    node = start
     for depth in range(most):
         best = -1
         for i in range(node + 1, size):
             if nodes.parent[i] == node and (best < 0 or nodes.confidence[i] > nodes.confidence[best]):
                 best = i
         if best < 0 or nodes.probability[best] < least:
-            return tokens[:depth]
-        tokens[depth] = nodes.token[best]
-        node = best
-    return tokens
+            return found[:depth]
+        found[depth] = node = best
+    return found
 
 
 @compiled

@@ -20,16 +20,9 @@ _ARMS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_WINDOW)
 
 def _chain(tree: TokenTree, length: int, threshold: float = 0.0) -> IntArray:
     """The most confident child of each node from the root on; it ends with the first below the threshold."""
-    node, nodes = ROOT, []
-    for _ in range(min(length, MAX_WINDOW)):
-        children = np.flatnonzero(tree.parent[: tree.size] == node)
-        if not len(children):
-            break
-        node = int(children[np.argmax(tree.confidence[children])])
-        nodes.append(node)
-        if tree.confidence[node] < threshold:
-            break
-    return np.asarray(nodes, np.int32)
+    nodes = tree.chain(min(length, MAX_WINDOW))
+    below = np.flatnonzero(tree.confidence[nodes] < threshold)
+    return nodes[: below[0] + 1] if len(below) else nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ def test_trees_are_the_same(
         assert grown[0] == grown[1]
         assert nodes(compiled.tree(0)) == nodes(plain.tree(0))
         if step % 3 == 2:
-            path = compiled.tree(0).likeliest(1 + step % 4, 0.0)
+            tree = compiled.tree(0)
+            path = tree.token[tree.chain(1 + step % 4)].tolist()
             tokens = path if rng.random() < 0.7 and path else [int(rng.integers(4096)), int(rng.integers(4096))]
             moved = [drafter.commit(0, tokens) for drafter in drafters]
             assert moved[0].children == moved[1].children
@@ -119,7 +120,8 @@ def test_steps_in_one_go_are_those_that_pay_one_by_one(
         assert one._draft_steps == other._draft_steps
         assert one.share == pytest.approx(other.share, rel=1e-5)
         lengths.append(one._draft_steps)
-        tokens = drafters[1].tree(0).likeliest(2, 0.0) or [5]
+        tree = drafters[1].tree(0)
+        tokens = tree.token[tree.chain(2)].tolist() or [5]
         for drafter, window in zip(drafters, windows, strict=True):
             window._begin(0.0)  # as a target step ends, whose time would be none
             drafter.commit(0, tokens)

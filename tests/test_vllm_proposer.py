@@ -84,9 +84,10 @@ def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> N
     parents = np.asarray([-1, -1, 1, 2], np.int32)
     tree.graft([], parents, row(7, 8, 9, 10), np.asarray([0.2, 0.7, 0.5, 0.1], np.float32))
     assert tree.token[ROOT] == 0
-    assert tree.likeliest(5, 0.3) == [8, 9]
-    assert tree.likeliest(5, 0.0) == [8, 9, 10]
-    assert tree.likeliest(1, 0.0) == [8]
+    assert tree.token[tree.chain(5, 0.3)].tolist() == [8, 9]
+    assert tree.token[tree.chain(5)].tolist() == [8, 9, 10]
+    assert tree.token[tree.chain(1)].tolist() == [8]
+    assert tree.token[tree.chain(5, start=2)].tolist() == [9, 10]
 
 
 @pytest.mark.parametrize("text", ["9100", ":9100", "host:", "host:x", "host:70000", "host:0", "http://host:80"])
@@ -246,7 +247,8 @@ session = state.session_opened([1, 2, 3], SamplingParams())
 base = state._sessions[session].chain.handle
 ids = lambda *values: np.array(values, np.int32)
 state.received(0, Growth(session, base, ids(-1, 0, 1), ids(4, 5, 6), np.array([0.9, 0.8, 0.7], np.float32)))
-assert state.mirror(session).likeliest(5, 0.05) == [4, 5, 6], state.mirror(session).likeliest(5, 0.05)
+tree = state.mirror(session)
+assert tree.token[tree.chain(5, 0.05)].tolist() == [4, 5, 6], tree.token[tree.chain(5, 0.05)]
 assert state.tokens_committed(session, [4]) is True
 [commit] = decode_down(encode_down(state.take_messages()[0])[0])
 assert isinstance(commit, Commit) and commit.mirrored

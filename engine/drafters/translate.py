@@ -177,17 +177,11 @@ def _insist(tree: TokenTree, path: Sequence[int]) -> None:
 
 def _likeliest(tree: TokenTree, path: Sequence[int], count: int) -> tuple[list[int], list[float]]:
     """The most confident child of each node behind a path, and the confidences."""
-    node = tree.path(path)
-    tokens: list[int] = []
-    confidences: list[float] = []
-    while node >= 0 and len(tokens) < count:
-        children = np.flatnonzero(tree.parent[: tree.size] == node)
-        if not len(children):
-            break
-        node = int(children[np.argmax(tree.confidence[children])])
-        tokens.append(int(tree.token[node]))
-        confidences.append(float(tree.confidence[node]))
-    return tokens, confidences
+    start = tree.path(path)
+    if start < 0:
+        return [], []
+    nodes = tree.chain(count, start=start)
+    return tree.token[nodes].tolist(), tree.confidence[nodes].tolist()
 
 
 def _shared_out(stops: Sequence[int], ends: Sequence[int], confidences: Sequence[float]) -> list[float]:
