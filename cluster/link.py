@@ -255,7 +255,9 @@ class PipeLink(Generic[Out, In]):
         for put, frame in self._incoming.take_all():
             try:
                 messages += [(put, message) for message in self._decode(frame)]
-            except WireError:
+            except WireError as error:
+                if not self._garbled:
+                    logger.warning("a message can't be read and is dropped, as all like it will be: %s", error)
                 self._garbled += 1
             else:
                 self._received += 1

@@ -28,7 +28,7 @@ from tests.families import FAMILIES, VOCABULARY, save
 from tests.rows import assert_close, grown, leased, prefill, tree_rows
 
 DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
-WINDOWED = dict(sliding_window=64)  # shorter than the text
+WINDOWED = dict(sliding_window=40)  # shorter than the text
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {},  # heads that share nothing
@@ -75,7 +75,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_of_texts_and_of_a_tree_are_the_models_own(name: str, made: Any) -> None:
-    runner, prompt, tree = made(name, **KINDS[name]), text(75), grown(7, seed=1, vocab_size=VOCABULARY)
+    runner, prompt, tree = made(name, **KINDS[name]), text(45), grown(7, seed=1, vocab_size=VOCABULARY)
     assert is_fused(runner.model.base_model) == (name == "llama")
     model = AutoModelForCausalLM.from_pretrained(runner.path, dtype=torch.float32, attn_implementation="eager").eval()
 
@@ -84,11 +84,11 @@ def test_logits_of_texts_and_of_a_tree_are_the_models_own(name: str, made: Any) 
         logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         return logits
 
-    with leased(runner, 96, 64) as (lease, other):
-        chunks = [chain_rows(lease, 0, prompt[:64], wanted=0), chain_rows(lease, 64, prompt[64:], wanted=0)]
+    with leased(runner, 64, 64) as (lease, other):
+        chunks = [chain_rows(lease, 0, prompt[:32], wanted=0), chain_rows(lease, 32, prompt[32:], wanted=0)]
         assert_close(torch.cat([taken(runner, [chunk]) for chunk in chunks]), own(prompt))
-        slots = np.random.default_rng(0).permutation(lease.slots[75 : 75 + tree.size])
-        batch = [chain_rows(other, 0, text(5, seed=1), wanted=2), tree_rows(lease, 75, tree, slots)]
+        slots = np.random.default_rng(0).permutation(lease.slots[45 : 45 + tree.size])
+        batch = [chain_rows(other, 0, text(5, seed=1), wanted=2), tree_rows(lease, 45, tree, slots)]
         logits = taken(runner, batch)
         assert_close(logits[:3], own(text(5, seed=1))[-3:])
         for node in range(tree.size):
@@ -144,8 +144,8 @@ def test_attention_in_half_precision_is_close_to_that_in_single(dim: int, fold: 
     pools[0].data.copy_(torch.randn(pools[0].data.shape, generator=generator))
     pools[1].data.copy_(pools[0].data)
     query, key, value = random(kv * fold), random(kv), random(kv)
-    leases = [pools[0].lease(96), pools[0].lease(160)]
-    batch = [chain_rows(leases[0], 70, [0] * rows), chain_rows(leases[1], 130, [0])]
+    leases = [pools[0].lease(64), pools[0].lease(96)]
+    batch = [chain_rows(leases[0], 40, [0] * rows), chain_rows(leases[1], 70, [0])]
     layout, single = (Layout(pool, heads, batch, invariant=False) for pool in pools)
     told = np.zeros(room(batch, padding), np.int32)
     part = DevicePart(heads, pools[0].data, torch.from_numpy(told).to(DEVICE), padding, is_wide(layout))

@@ -190,6 +190,7 @@ def test_null_fields_are_absent_ones_and_unknown_ones_are_ignored(server: Server
     body = {
         "model": "code",
         "prompt": "x",
+        "max_tokens": 4,
         "stop": None,
         "seed": None,
         "user": "me",

@@ -67,17 +67,18 @@ def propose(address: str) -> Counter[str]:
     proposals = Proposals(ProposerOptions((address,), 8, 4096))
     before = compiled()
     texts = [list(range(1, 40)), list(range(2, 50))]
-    taken = refused = 0
+    taken = refused = turn = 0
     deadline = time.monotonic() + 120
     while min(taken, refused) < 8:
         assert time.monotonic() < deadline, "hardly anything was proposed"
         texts = [text[-500:] for text in texts]  # other texts, once they are long
         answers = proposals.propose([np.asarray(text, np.int32) for text in texts], [True, True])
         for text, answer in zip(texts, answers, strict=True):
-            takes = len(text) % 2 == 0
+            takes = turn % 2 == 0
             taken += bool(answer) and takes
             refused += bool(answer) and not takes
             text += [*answer, 7] if takes else [8]
+        turn += 1
     proposals.close()
     return before
 
