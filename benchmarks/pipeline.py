@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py --json build/pipeline.json
 
-Contenders, on the same checkpoints, prompts and token counts:
+Contenders, on the same checkpoints, prompts and token counts, in an order that is shuffled anew for each prompt:
   plain, sequential         one core: the target alone; target and draft taking turns, at each fixed k
   ... lookup                the same with what the draft looks up in the text, as pipelined drafts do
   ... two cores             the same with two threads on two cores
@@ -12,7 +12,9 @@ tokens/s count decoding only: prefill is excluded, and so are the first prompts 
 
 import json
 import logging
+import math
 import os
+import random
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -54,20 +56,26 @@ class Totals:
     steps: int = 0
     accepted: int = 0
     tried: int = 0
-    rates: list[float] = field(default_factory=list)  # tokens/s of each prompt that was decoded
+    rates: dict[str, float] = field(default_factory=dict)  # tokens/s of each request that was decoded
 
-    def add(self, tokens: int, seconds: float, steps: int, accepted: int, tried: int) -> None:
+    def add(self, request: str, tokens: int, seconds: float, steps: int, accepted: int, tried: int) -> None:
         self.tokens += tokens
         self.seconds += seconds
         self.steps += steps
         self.accepted += accepted
         self.tried += tried
         if tokens:  # none where the end of the prompt brought the end of the text
-            self.rates.append(tokens / seconds)
+            self.rates[request] = tokens / seconds
 
     @property
     def tps(self) -> float:
         return self.tokens / self.seconds
+
+    def over(self, other: "Totals") -> tuple[float, float | None]:
+        """How many times as fast it was as another contender, by the geometric mean over requests; its standard error."""
+        logs = [math.log(rate / other.rates[request]) for request, rate in self.rates.items() if request in other.rates]
+        mean = math.exp(statistics.fmean(logs))
+        return mean, round(mean * statistics.stdev(logs) / math.sqrt(len(logs)), 3) if len(logs) > 1 else None
 
 
 def run_sequential(
@@ -76,7 +84,7 @@ def run_sequential(
     """One prompt through the one-process contender; its tokens."""
     timed = contender.run(request, k, lookup)
     g = timed.generation
-    totals.add(timed.tokens, timed.seconds, timed.steps, g.accepted, g.tried)
+    totals.add(request.request_id, timed.tokens, timed.seconds, timed.steps, g.accepted, g.tried)
     return g.tokens
 
 
@@ -86,7 +94,7 @@ def run_pipelined(cluster: LocalCluster, request: GenerationRequest, totals: Tot
     tokens = [token for chunk in cluster.stream(request) for token in chunk.tokens]
     after: TargetStats = ray.get(cluster.targets[0].stats.remote())
     spent = difference(after, before)
-    totals.add(spent.decoded, spent.active_s, spent.sequence_steps, spent.accepted, spent.tried)
+    totals.add(request.request_id, spent.decoded, spent.active_s, spent.sequence_steps, spent.accepted, spent.tried)
     return tokens, spent
 
 
@@ -104,25 +112,34 @@ def measure(
     warm: int,
     chains: tuple[int, ...],
 ) -> dict[str, Any]:
-    """All contenders over all requests, prompt by prompt; the JSON's entry for one temperature."""
+    """All contenders over all requests, each prompt in an order of its own; the JSON's entry for one temperature."""
+    rng = random.Random(0)
     totals: dict[str, Totals] = defaultdict(Totals)
     spent: list[TargetStats] = []
     differing: list[str] = []
+    in_one_process: dict[str, tuple[SequentialProcess, int, int]] = {
+        "plain": (one, 0, 0),
+        "plain two cores": (two, 0, 0),
+    }
+    for k in chains:
+        in_one_process[f"sequential {k}"] = one, k, 0
+        in_one_process[f"sequential lookup {k}"] = one, k, GROWING.lookup
+        in_one_process[f"sequential two cores {k}"] = two, k, 0
     draft_before: DraftStats = ray.get(cluster.drafts[0].stats.remote())
     for index, request in enumerate(track(requests, f"T = {requests[0].params.temperature:g}", console=console)):
         if index == warm:
             totals.clear()
             spent.clear()
-        outputs = {"plain": run_sequential(one, request, 0, totals["plain"])}
-        outputs["pipelined"], stats = run_pipelined(cluster, request, totals["pipelined"])
-        spent.append(stats)
-        outputs["plain two cores"] = run_sequential(two, request, 0, totals["plain two cores"])
-        for k in chains:
-            outputs[f"sequential {k}"] = run_sequential(one, request, k, totals[f"sequential {k}"])
-            name = f"sequential lookup {k}"
-            outputs[name] = run_sequential(one, request, k, totals[name], lookup=GROWING.lookup)
-            name = f"sequential two cores {k}"
-            outputs[name] = run_sequential(two, request, k, totals[name])
+        outputs: dict[str, list[int]] = {}
+        order = ["pipelined", *in_one_process]
+        rng.shuffle(order)
+        for name in order:
+            if name == "pipelined":
+                outputs[name], stats = run_pipelined(cluster, request, totals[name])
+                spent.append(stats)
+            else:
+                process, k, lookup = in_one_process[name]
+                outputs[name] = run_sequential(process, request, k, totals[name], lookup)
         differing += [f"{request.request_id} {n}" for n, tokens in outputs.items() if tokens != outputs["plain"]]
     draft_after: DraftStats = ray.get(cluster.drafts[0].stats.remote())
     return summary(totals, spent, differing, (draft_before, draft_after), chains)
@@ -143,7 +160,9 @@ def summary(
     best = max(chains, key=lambda k: totals[f"sequential {k}"].tps)
     best_two = max(chains, key=lambda k: totals[f"sequential two cores {k}"].tps)
     draft_steps = draft[1].steps - draft[0].steps
-    rates = statistics.quantiles(pipelined.rates, n=4) if len(pipelined.rates) > 1 else pipelined.rates * 3
+    each = list(pipelined.rates.values())
+    rates = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
+    ratio, error = pipelined.over(totals[f"sequential {best}"])
     return {
         "plain_tps": round(totals["plain"].tps, 1),
         "sequential_tps": round(totals[f"sequential {best}"].tps, 1),
@@ -155,7 +174,8 @@ def summary(
         "sequential_two_cores_k": best_two,
         "pipelined_tps": round(pipelined.tps, 1),
         "pipelined_tps_quartiles": [round(rate, 1) for rate in rates],
-        "pipelined_over_sequential": round(pipelined.tps / totals[f"sequential {best}"].tps, 3),
+        "pipelined_over_sequential": round(ratio, 3),
+        "pipelined_over_sequential_error": error,
         "tokens_per_step": round(pipelined.tokens / steps, 3),
         "acceptance": round(pipelined.accepted / max(1, pipelined.tried), 3),
         "hit_rate": round(sum(stats.hits for stats in spent) / steps, 3),
@@ -191,7 +211,8 @@ def report(results: dict[str, Any]) -> None:
         "sequential_two_cores_tps",
         "pipelined_tps",
     )
-    more = ("pipelined_over_sequential", "tokens_per_step", "acceptance", "hit_rate", "empty_step_share", "target_idle")
+    ratio = ("pipelined_over_sequential", "pipelined_over_sequential_error")
+    more = (*ratio, "tokens_per_step", "acceptance", "hit_rate", "empty_step_share", "target_idle")
     table = Table("", *(key for key in ("T0", "T1") if key in results))
     for name in (*names, *more, "target_step_ms", "draft_step_ms", "all_equal"):
         table.add_row(name, *(str(results[key][name]) for key in ("T0", "T1") if key in results))
@@ -203,8 +224,8 @@ def main(
     draft: Annotated[Path, typer.Option(help="checkpoint of the draft")] = DRAFT,
     prompts: Annotated[Path, typer.Option(help="one JSON string a line")] = PROMPTS,
     json_file: Annotated[Path, typer.Option("--json", help="where the figures go")] = Path("build/pipeline.json"),
-    count: Annotated[int, typer.Option(help="prompts, warm-up included")] = 8,
-    warm: Annotated[int, typer.Option(help="of them, the first ones that are not counted")] = 2,
+    count: Annotated[int, typer.Option(help="prompts, warm-up included")] = 20,
+    warm: Annotated[int, typer.Option(help="of them, the first ones that are not counted")] = 4,
     tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
     chains: Annotated[str, typer.Option(help="fixed k to try")] = ",".join(map(str, CHAINS)),
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
