@@ -1,11 +1,14 @@
 """What can't be told to a draft costs its session the draft, and nobody anything else."""
 
+from collections.abc import Callable
+
 import pytest
 
 from cluster import wire
 from cluster.draft import DraftReplica
-from cluster.link import memory_link
+from cluster.link import LinkStats, memory_link
 from cluster.target import TargetReplica
+from engine.decode import Generation
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
 from tests import exact
@@ -14,46 +17,54 @@ from tests.exact import Tokens
 
 TOKENS = 32
 
+# With messages that carry prefixes of so many tokens at most: what a short and a long prompt gave, and the draft's link.
+Serve = Callable[[int], tuple[Generation, Generation, LinkStats]]
+
+
+@pytest.fixture
+def short_and_long(prompts: list[Tokens]) -> tuple[Tokens, Tokens]:
+    few = sorted(prompts[:8], key=len)
+    return few[0], few[-1]
+
+
+@pytest.fixture
+def serve(
+    target: ModelRunner, draft: ModelRunner, short_and_long: tuple[Tokens, Tokens], monkeypatch: pytest.MonkeyPatch
+) -> Serve:
+    requests = exact.make_requests(short_and_long, 0.0, TOKENS)
+
+    def both(most: int) -> tuple[Generation, Generation, LinkStats]:
+        monkeypatch.setattr(wire, "MAX_PREFIX_TOKENS", most)
+        replica, drafting = TargetReplica(target, exact.goodput()), DraftReplica(ModelDrafter(draft))
+        ours, theirs = memory_link()
+        drafting.add_link(theirs)
+        replica.add_link(ours)
+        short, long = exact.serve(replica, requests)
+        assert replica.wait_idle(PATIENCE_S)
+        replica.check()
+        replica.close()
+        drafting.close()
+        assert [short.tokens, long.tokens] == [each.tokens for each in exact.run(target, requests, batch=1)]
+        return short, long, theirs.stats
+
+    return both
+
 
 def test_a_prefix_too_long_for_any_message_goes_without_drafts(
-    target: ModelRunner, draft: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+    serve: Serve, short_and_long: tuple[Tokens, Tokens]
 ) -> None:
-    short, long = sorted(prompts[:8], key=len)[:: len(prompts[:8]) - 1]
-    requests = exact.make_requests([short, long], 0.0, TOKENS)
-    expected = [each.tokens for each in exact.run(target, requests, batch=1)]
-    monkeypatch.setattr(wire, "MAX_PREFIX_TOKENS", len(short) + TOKENS)
-    assert len(long) > wire.MAX_PREFIX_TOKENS
-    replica, drafting = TargetReplica(target, exact.goodput()), DraftReplica(ModelDrafter(draft))
-    ours, theirs = memory_link()
-    drafting.add_link(theirs)
-    replica.add_link(ours)
-    helped, alone = exact.serve(replica, requests)
-    assert [helped.tokens, alone.tokens] == expected
+    short, long = short_and_long
+    assert len(long) > len(short) + TOKENS
+    helped, alone, _ = serve(len(short) + TOKENS)
     assert helped.accepted > 0 == alone.accepted
-    assert replica.wait_idle(PATIENCE_S)
-    replica.check()
-    replica.close()
-    drafting.close()
 
 
 def test_a_text_that_grows_too_long_goes_on_without_drafts_and_the_others_with_theirs(
-    target: ModelRunner, draft: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+    serve: Serve, short_and_long: tuple[Tokens, Tokens]
 ) -> None:
     """Commits of many sessions share a message: one that the other end refused would cost all of them."""
-    short, long = sorted(prompts[:8], key=len)[:: len(prompts[:8]) - 1]
-    requests = exact.make_requests([short, long], 0.0, TOKENS)
-    expected = [each.tokens for each in exact.run(target, requests, batch=1)]
-    monkeypatch.setattr(wire, "MAX_PREFIX_TOKENS", len(long) + 4)
-    assert len(short) + TOKENS < wire.MAX_PREFIX_TOKENS
-    replica, drafting = TargetReplica(target, exact.goodput()), DraftReplica(ModelDrafter(draft))
-    ours, theirs = memory_link()
-    drafting.add_link(theirs)
-    replica.add_link(ours)
-    outputs = exact.serve(replica, requests)
-    assert [output.tokens for output in outputs] == expected
-    assert outputs[0].accepted > 0
-    assert theirs.stats.garbled == 0 < theirs.stats.received
-    assert replica.wait_idle(PATIENCE_S)
-    replica.check()
-    replica.close()
-    drafting.close()
+    short, long = short_and_long
+    assert len(short) + TOKENS < len(long) + 4
+    helped, _, told = serve(len(long) + 4)
+    assert helped.accepted > 0
+    assert told.garbled == 0 < told.received
