@@ -17,8 +17,8 @@ from engine.attention import Current, Heads, Layout, Longs, SequenceRows
 from engine.compiled_pass import Passed
 from engine.gpu_attention import DevicePart, Places, is_wide, room, tell, tell_choices
 from engine.kv import KVPool
-from engine.noise import Keys, gumbel
-from engine.sampling import Best
+from engine.noise import Keys
+from engine.sampling import Best, best_on_device
 from engine.types import FloatArray
 
 logger = logging.getLogger(__name__)
@@ -165,16 +165,9 @@ class GraphedDecoder:
         sums = logits.sum(-1)[None]
         if kind.best == 0:
             return _Results(states, logits, sums)
-        temperatures = told[at.temperatures].view(torch.float32)[:, None]
+        temperatures = told[at.temperatures].view(torch.float32)
         noisy = temperatures > 0
-        values = logits / torch.where(noisy, temperatures, 1.0)
-        if kind.noisy:
-            keys = told[at.keys].view(torch.int64)
-            noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=self._device))
-            values = values + torch.where(noisy, noise, 0.0)
-        if kind.best == 1:  # topk promises nothing about ties
-            best = values.argmax(-1, keepdim=True)
-            scores = values.gather(-1, best)
-        else:
-            scores, best = values.topk(kind.best, dim=-1)
+        keys = told[at.keys].view(torch.int64) if kind.noisy else None
+        values = logits / torch.where(noisy, temperatures, 1.0)[:, None]
+        best, scores = best_on_device(values, noisy, keys, kind.best)
         return _Results(states, logits, torch.cat([sums, best.T.int().view(torch.float32), scores.T]))

@@ -199,7 +199,7 @@ def best(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.Ten
     if values.is_cpu:
         own = NO_KEYS if keys is None else keys.numpy()
         return Best(*rank(values.contiguous().numpy(), noisy, own, count, NONE_KEPT))
-    tokens, largest = _best_on_device(values, noisy, keys, count)
+    tokens, largest = _best_from_device(values, noisy, keys, count)
     return Best(tokens, largest, np.ones(len(tokens), np.bool_))
 
 
@@ -246,19 +246,29 @@ def scaled(logits: FloatArray, temperatures: FloatArray) -> FloatArray:
     return out
 
 
-def _best_on_device(
-    values: torch.Tensor, noisy: BoolArray, keys: torch.Tensor | None, count: int
-) -> tuple[IntArray, FloatArray]:
-    """Tokens and scores of `Best`, by torch's operations."""
+def best_on_device(
+    values: torch.Tensor, noisy: torch.Tensor, keys: torch.Tensor | None, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and scores of `Best` [n, count], by operations of torch's that wait for nothing: they can be recorded.
+
+    values: logits over temperatures [n, vocab_size]; noisy: rows with noise, bool [n]; keys: int64 [n], None without any.
+    """
     if keys is not None:
-        noise = gumbel(keys.to(values.device)[:, None], torch.arange(values.shape[-1], device=values.device))
-        values = values + noise.masked_fill(torch.from_numpy(~noisy).to(values.device)[:, None], 0.0)
+        noise = gumbel(keys[:, None], torch.arange(values.shape[-1], device=values.device))
+        values = values + noise.masked_fill(~noisy[:, None], 0.0)
     if count == 1:  # topk promises nothing about ties
         tokens = values.argmax(-1, keepdim=True)
-        largest = values.gather(-1, tokens)
-    else:
-        largest, tokens = values.topk(count, dim=-1)
-    return tokens.int().cpu().numpy(), largest.cpu().numpy()
+        return tokens, values.gather(-1, tokens)
+    scores, tokens = values.topk(count, dim=-1)
+    return tokens, scores
+
+
+def _best_from_device(
+    values: torch.Tensor, noisy: BoolArray, keys: torch.Tensor | None, count: int
+) -> tuple[IntArray, FloatArray]:
+    where = torch.from_numpy(noisy).to(values.device)
+    tokens, scores = best_on_device(values, where, keys.to(values.device) if keys is not None else None, count)
+    return tokens.int().cpu().numpy(), scores.cpu().numpy()
 
 
 def _exactly_best(
@@ -267,7 +277,7 @@ def _exactly_best(
     """Tokens and scores as `best` gives them, but with noise in single precision, as `scores` has it."""
     values, noisy = _scaled(logits.float(), params), np.array([row.temperature > 0 for row in params], np.bool_)
     if not values.is_cpu:
-        return _best_on_device(values, noisy, keys, count)
+        return _best_from_device(values, noisy, keys, count)
     numbers = values.contiguous().numpy()
     tokens, found = _largest(numbers, count)
     if keys is not None and noisy.any():
