@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers  # imports what is named when it is first used: the half of it that models need takes 3 s
+import transformers  # imports what is named when it is first used: the half of it that models need takes 2 to 3 s
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
