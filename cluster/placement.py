@@ -1,6 +1,7 @@
 """Which actor runs where: its GPU, or its CPU cores and thread count."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,16 @@ class Placement:
         return {"num_cpus": self.threads, "num_gpus": self.gpus}
 
     def check(self) -> None:
-        """Raises ModelError for cores that this process doesn't have; for a thread that isn't pinned yet."""
-        missing = set(self.cores) - os.sched_getaffinity(0)
-        if missing:
-            raise ModelError(f"cores: this process has none with the number {min(missing)}")
+        """Raises ModelError for cores that this process can't have."""
+        if not self.cores:
+            return
+        with ThreadPoolExecutor(1) as thread:  # one of its own tries it: where this one is pinned is no limit
+            try:
+                had = thread.submit(_pinned, self.cores).result()
+            except OSError:  # to none of them
+                had = set()
+        if missing := set(self.cores) - had:
+            raise ModelError(f"cores: there is none with the number {min(missing)} here")
 
     def apply_to_thread(self) -> None:
         """Pins the calling thread, and the arithmetic threads it will start, and sets their number."""
@@ -40,6 +47,12 @@ class Placement:
     def apply_to_process(self) -> None:
         """Sets the number of arithmetic threads. Pins nothing: threads inherit the cores of their parent."""
         torch.set_num_threads(self.threads)
+
+
+def _pinned(cores: tuple[int, ...]) -> set[int]:
+    """Pins the calling thread; the cores that it has then."""
+    os.sched_setaffinity(0, cores)
+    return os.sched_getaffinity(0)
 
 
 def place(targets: int, drafts: int, gpus: int, threads: int = 1) -> tuple[list[Placement], list[Placement]]:

@@ -22,8 +22,8 @@ _LOST = (
     RayError,
     ReplicaUnavailableError,
     grpc.aio.AioRpcError,  # between replicas; Serve names only some of them
-    RuntimeError,  # Serve's, of a call that ended before the replica had said whether it takes it
 )
+_UNEXPECTED = "Unexpected error ("  # Serve's, of a call that ended before its replica had said whether it takes it
 
 
 class ServeBackend:
@@ -142,6 +142,11 @@ async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk
         raise Closed("the model could not be started") from None
     except Closed as error:  # it is going away
         raise ReplicaLost(str(error)) from None
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not str(error).startswith(_UNEXPECTED):
+            raise  # what the replica said itself
+        logger.warning("a replica was lost: %s", error)
+        raise ReplicaLost("the replica of this request is gone") from None
     except RayTaskError as error:  # how Ray brings what a replica raised; Serve's gRPC brings it as it is
         if isinstance(error.cause, Closed):
             raise ReplicaLost(str(error.cause)) from None

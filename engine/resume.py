@@ -24,6 +24,8 @@ def restore_state(folder: Path, recipe: dict[str, Any], parts: Mapping[str, Any]
     state = torch.load(path, map_location=device, weights_only=True)
     if state["recipe"] != recipe:
         raise ValueError(f"{path} was written by another recipe: {state['recipe']}; delete it to start anew")
+    if missing := parts.keys() - state.keys():
+        raise ValueError(f"{path} was written by another version, without {min(missing)}; delete it to start anew")
     for name, part in parts.items():
         part.load_state_dict(state[name])
     return int(state["step"])

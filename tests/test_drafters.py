@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.checkpoint import ModelError
 from engine.decode import Generation
+from engine.drafters import Drafter
 from engine.drafters.jacobi import GRAM, JacobiDrafter, Pool
 from engine.drafters.past import LONGEST, Past
 from engine.drafters.retrieval import Documents, RetrievalDrafter, load_documents
@@ -189,6 +190,17 @@ def test_a_session_opened_again_shares_its_output_once() -> None:
     drafter.open(2, [2], SamplingParams())
     drafter.grow()
     assert paths(drafter.tree(2)) == {(3,): 0.5}
+
+
+@pytest.mark.parametrize("drafter", [SuffixDrafter(), RetrievalDrafter(Documents([[7, 8]]))])
+def test_a_tree_that_was_looked_at_says_so_though_nothing_was_found(drafter: Drafter) -> None:
+    """Else who weighs draft steps would take it for one that is not read yet, and learn from what is found alone."""
+    drafter.open(1, [1, 2], SamplingParams())
+    assert not drafter.tree(1).expanded[ROOT]
+    drafter.grow()
+    assert (drafter.tree(1).size, bool(drafter.tree(1).expanded[ROOT])) == (1, True)
+    drafter.commit(1, [3])
+    assert not drafter.tree(1).expanded[ROOT]
 
 
 # retrieval

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
+from cluster.intake import Overloaded
 from deployments.backend import MISSED_SIGNS, Listener
 from deployments.service import ReplicaLost
 from engine.types import InvalidRequest, TokenChunk
@@ -89,6 +90,9 @@ def test_what_a_replica_says_of_a_request_comes_through() -> None:
     async def read(error: Exception) -> None:
         await Listener(cast(Any, Failing(error)), SIGN_S).next()
 
+    for said in (Overloaded("full"), KeyError("a bug"), RuntimeError("another")):
+        with pytest.raises(type(said)):
+            asyncio.run(read(said))
     bad = InvalidRequest("prompt", "must not be empty")
     for error in (bad, RayTaskError("generate", "", bad)):  # type: ignore[no-untyped-call]
         with pytest.raises(InvalidRequest, match="must not be empty"):

@@ -287,7 +287,7 @@ class ModelDrafter:
         self._runner.pool.release(held.tree_lease)
         if self._shared is not None and len(held.tokens) > held.begun:
             self._shared.begin()
-            self._shared.extend(held.tokens[held.begun :])  # what it was opened with was shared when it was written
+            self._shared.extend(held.tokens[held.begun :])  # the rest may be kept already, here or by another draft
 
     def check(self) -> None:
         """See Drafter."""

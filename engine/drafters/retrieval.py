@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.checkpoint import ModelError
 from engine.compiled import compiled
 from engine.drafters.votes import NOTHING, hang_votes
-from engine.tree import Moved, TokenTree
+from engine.tree import ROOT, Moved, TokenTree
 from engine.types import IntArray, SamplingParams, require
 
 SORTED = 32  # tokens by which suffixes are sorted; a power of two
@@ -159,6 +159,7 @@ class RetrievalDrafter:
         for session in grown:
             held = self._sessions[session]
             held.fresh = False
+            held.tree.expanded[ROOT] = True  # looked at, whether anything was found or not
             matched, ends = self._documents.matches(np.asarray(held.last, np.int32), self._places)
             trust = 1 - 0.5 ** (matched + np.arange(self._depth, dtype=np.float32))  # the longer the match, the surer
             rows = self._documents.follow(ends, self._depth)

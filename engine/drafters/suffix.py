@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.drafters.past import LONGEST, Past, vote
 from engine.drafters.votes import hang_votes
-from engine.tree import Moved, TokenTree
+from engine.tree import ROOT, Moved, TokenTree
 from engine.types import SamplingParams
 
 
@@ -19,7 +19,9 @@ class _Session:
         self.past = Past(own)
         self.past.extend(tokens)
         self.last = list(tokens[-LONGEST:])
-        self.output: list[int] = []  # since it was opened: what came before was shared when it was written
+        self.output: list[
+            int
+        ] = []  # since it was opened: what came before may be kept already, here or by another draft
         self.tree = TokenTree(tokens[-1], greedy=greedy)
         self.fresh = True  # the root moved since the tree was grown
 
@@ -69,6 +71,7 @@ class SuffixDrafter:
 
     def _grow(self, held: _Session) -> None:
         held.fresh = False
+        held.tree.expanded[ROOT] = True  # looked at, whether anything was found or not
         last = np.asarray(held.last, np.int32)
         pasts = [held.past, self._shared] if self._shared is not None else [held.past]
         found = [(past, *past.matches(last, self._places)) for past in pasts]
