@@ -10,7 +10,7 @@ from engine.drafters.ngram import DOUBTFUL
 from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.effort import EffortWindow, draft_steps
 from engine.kv import PoolExhausted
-from engine.step import Outcome, Plan, rows_of
+from engine.step import Outcome, Plan
 from engine.tree import TokenTree
 from engine.types import InvalidRequest, SamplingParams
 
@@ -133,12 +133,8 @@ class OwnGuesses:
     def stepped(self, plans: Sequence[Plan], outcomes: Sequence[Outcome]) -> None:
         """A step of the target ended: what it brought, for a drafter that weighs its own steps against that."""
         effort = self._local.effort if self._local is not None else None
-        if effort is None or not self._open:
-            return
-        if all(outcome.decoded for outcome in outcomes):
-            effort.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
-        else:
-            effort.skipped()
+        if effort is not None and self._open:
+            effort.ended(plans, outcomes)
 
     def rest(self) -> None:
         """Forgets all sessions, until something is committed again."""

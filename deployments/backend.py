@@ -142,17 +142,17 @@ async def _next(response: DeploymentResponseGenerator[TokenChunk]) -> TokenChunk
         raise Closed("the model could not be started") from None
     except Closed as error:  # it is going away
         raise ReplicaLost(str(error)) from None
-    except RuntimeError as error:
-        if type(error) is not RuntimeError or not str(error).startswith(_UNEXPECTED):
-            raise  # what the replica said itself
-        logger.warning("a replica was lost: %s", error)
-        raise ReplicaLost("the replica of this request is gone") from None
     except RayTaskError as error:  # how Ray brings what a replica raised; Serve's gRPC brings it as it is
         if isinstance(error.cause, Closed):
             raise ReplicaLost(str(error.cause)) from None
         raise error.cause from None
     except _LOST as error:
         logger.warning("a replica was lost: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        raise ReplicaLost("the replica of this request is gone") from None
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not str(error).startswith(_UNEXPECTED):
+            raise  # what the replica said itself
+        logger.warning("a replica was lost: %s", error)
         raise ReplicaLost("the replica of this request is gone") from None
     return chunk
 

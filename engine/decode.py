@@ -11,7 +11,7 @@ from engine.drafters import Drafter, Learner, ReadsStates
 from engine.effort import EffortWindow, draft_steps
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, Stepper, rows_of
+from engine.step import Outcome, Plan, Sequence, Stepper
 from engine.types import FinishReason, GenerationRequest, TokenLogprobs
 
 
@@ -131,10 +131,8 @@ def _loop(
     while running:
         plans = _plan(running, speculation)
         outcomes = stepper.step(plans)
-        if effort is not None and all(outcome.decoded for outcome in outcomes):
-            effort.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
-        elif effort is not None:
-            effort.skipped()
+        if effort is not None:
+            effort.ended(plans, outcomes)
         for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
             if speculation is not None and outcome.tokens:
                 if plan.tree is not None and plan.nodes is not None:

@@ -14,6 +14,7 @@ import numpy as np
 from engine.budget import Calibration, CostModel, Counts, GoodputWindow, near, reach
 from engine.compiled import compiled
 from engine.drafters import Drafter
+from engine.step import Outcome, Plan, rows_of
 from engine.tree import ROOT, TokenTree
 from engine.tree_loops import Nodes, frontier, top
 from engine.types import FloatArray, IntArray
@@ -169,7 +170,7 @@ class EffortWindow(GoodputWindow):
         self._mark = self._clock()
 
     def stepped(self, rows: int, tokens: int) -> None:
-        """The target step ended that `drafted` began; it had so many rows and committed so many tokens."""
+        """It ended and did nothing but decode; it had so many rows and committed so many tokens."""
         now = self._clock()
         took_ms = 1000 * (now - self._mark)
         self.cost.observe(rows, took_ms)
@@ -185,9 +186,15 @@ class EffortWindow(GoodputWindow):
         self._rested_ms += target_ms
         self._begin(now)
 
-    def skipped(self) -> None:
-        """The target step did more than decode: it says nothing of what decoding costs, nor do the draft steps before it."""
-        self._begin(None)
+    def ended(self, plans: Sequence[Plan], outcomes: Sequence[Outcome]) -> None:
+        """The target step ended that `drafted` began.
+
+        Where it did more than decode, it says nothing of what decoding costs, nor do the draft steps before it.
+        """
+        if all(outcome.decoded for outcome in outcomes):
+            self.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
+        else:
+            self._begin(None)
 
     def _looks_again(self) -> bool:
         """Whether a resting drafter takes a step to see whether it pays again."""

@@ -66,7 +66,7 @@ class Processors:
 
 
 class _BadWords:
-    """Words that may not come, by the tokens before their last one: a thousand of them cost a row no more than a few do."""
+    """Words that may not come, found by the tokens before their last one: a row looks up each length, not each word."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         """words: as tokens, none of them empty."""

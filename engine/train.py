@@ -155,10 +155,10 @@ def losses(
     return cross_entropy, kl, agreement
 
 
-def held_out_figures(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, data: torch.Tensor, steps: int, config: TrainingConfig
+def evaluate(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, data: torch.Tensor, config: TrainingConfig
 ) -> dict[str, float]:
-    """`steps`, held-out cross-entropy of the target in nats per token, and agreement, over at most 32 windows."""
+    """Held-out cross-entropy of the target in nats per token, and agreement, over at most 32 windows."""
     windows = spread_windows(data, config.sequence_length + 1, 32)
     totals = torch.zeros(2)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def held_out_figures(
             cross_entropy, _, agreement = losses(target, draft, window[None].to(config.device))
             totals += torch.tensor([cross_entropy.item(), agreement])
     loss, agreement = (totals / len(windows)).tolist()
-    return {"steps": steps, "held_out_loss": round(loss, 4), "agreement": round(agreement, 4)}
+    return {"held_out_loss": round(loss, 4), "agreement": round(agreement, 4)}
 
 
 def spread_windows(data: torch.Tensor, length: int, count: int) -> torch.Tensor:
@@ -212,7 +212,7 @@ def train(config: TrainingConfig) -> dict[str, float]:
 
     figures: dict[str, float] = {}
     if first_step >= config.steps:  # it was finished before: perhaps for another folder
-        figures = held_out_figures(target, draft, held_out_data, first_step, config)
+        figures = {"steps": first_step} | evaluate(target, draft, held_out_data, config)
         export(target, draft, tokenizer, figures, config)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn()) as progress:
@@ -228,7 +228,7 @@ def train(config: TrainingConfig) -> dict[str, float]:
                 optimizer.zero_grad(set_to_none=True)
             progress.update(bar, advance=1, description=f"loss {cross_entropy.item():.3f} kl {kl.item():.3f}")
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-                figures = held_out_figures(target, draft, held_out_data, step + 1, config)
+                figures = {"steps": step + 1} | evaluate(target, draft, held_out_data, config)
                 progress.console.print(f"step {step + 1}: {figures}")
                 save_state(config.work, step + 1, recipe(config), parts)
                 export(target, draft, tokenizer, figures, config)

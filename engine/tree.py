@@ -138,7 +138,7 @@ class TokenTree:
         return nodes
 
     def chain(self, most: int, least: float = 0.0, start: int = ROOT) -> IntArray:
-        """Up to `most` nodes behind `start`, each the most confident child, as long as a node's probability is `least`."""
+        """Up to `most` nodes behind `start`, each the most confident child, down to a probability of `least`."""
         found: IntArray = loops.chain(self.nodes, self.size, start, most, least)
         return found
 

@@ -19,9 +19,7 @@ class _Session:
         self.past = Past(own)
         self.past.extend(tokens)
         self.last = list(tokens[-LONGEST:])
-        self.output: list[
-            int
-        ] = []  # since it was opened: what came before may be kept already, here or by another draft
+        self.output: list[int] = []  # since it was opened: the rest may be kept already
         self.tree = TokenTree(tokens[-1], greedy=greedy)
         self.fresh = True  # the root moved since the tree was grown
 
