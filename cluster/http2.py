@@ -1,4 +1,4 @@
-"""HTTP/2 connections that carry the messages of gRPC's streams, both ends, by the h2 library.
+"""HTTP/2 connections that carry the messages of gRPC's streams, both ends, by the h2 library but for the messages' frames.
 
 Whoever sends writes to the socket itself, and whoever wants messages often reads it; a thread does so where nobody does.
 grpcio hands every message from thread to thread, on the cores and under the lock that steps need, which took a fifth of a
@@ -35,6 +35,7 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes
 
+from cluster.frames import CONNECTION, FIRST_WINDOW, Data, Frames, Grant, data_frame, grant_frame
 from cluster.link import Pipe
 from cluster.speculate import LinkOptions
 from cluster.wire import MAX_MESSAGE_BYTES
@@ -78,6 +79,8 @@ class _Stream:
     rest: memoryview = field(default_factory=lambda: memoryview(b""))  # of the message that is being sent
     received: bytearray = field(default_factory=bytearray)  # of the message that is coming
     unacknowledged: int = 0  # bytes that came
+    sent: int = 0  # bytes of messages
+    granted: int = 0  # bytes that may be sent beside those of the first window
     trailers: Headers = field(default_factory=dict)
     ending: Headers | None = None  # sent behind the last message
 
@@ -98,7 +101,9 @@ class Connection:
         self._options = options
         self._lock = threading.Lock()  # of all below
         self._h2 = H2Connection(H2Configuration(client_side=client, header_encoding="latin-1"))
+        self._frames = Frames(client)
         self._streams: dict[int, _Stream] = {}
+        self._room = FIRST_WINDOW  # bytes of messages that may be sent in all streams together
         self._unsent = bytearray()
         self._pings: dict[bytes, threading.Event] = {}
         self._closing = False
@@ -235,7 +240,7 @@ class Connection:
         """Forgets a stream; whether there was one. Its bytes count no longer among those that are on their way."""
         held = self._streams.pop(stream, None)
         if held is not None and held.unacknowledged:
-            self._h2.acknowledge_received_data(held.unacknowledged, stream)
+            self._unsent += grant_frame(CONNECTION, held.unacknowledged)
         return held is not None
 
     def _pump(self) -> None:
@@ -265,11 +270,16 @@ class Connection:
                     self._h2.send_headers(stream, list(held.ending.items()), end_stream=True)
                 return False
             held.rest = memoryview(_PREFIX.pack(0, len(message)) + message)
-        room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
+        window = self._h2.remote_settings.initial_window_size + held.granted - held.sent
+        room = min(window, self._room, self._h2.max_outbound_frame_size)
         if room <= 0:
             return False
-        self._h2.send_data(stream, bytes(held.rest[:room]))
+        part = held.rest[:room]
         held.rest = held.rest[room:]
+        held.sent += len(part)
+        self._room -= len(part)
+        self._unsent += self._h2.data_to_send()  # what was said before
+        self._unsent += data_frame(stream, part)
         return True
 
     def _flush(self) -> None:
@@ -353,20 +363,38 @@ class Connection:
                 raise ConnectionResetError
             self._heard = time.monotonic()
             with self._lock:
-                events = self._received(data)
-                if self._unsent or not all(isinstance(event, DataReceived) for event in events):
+                parts = self._frames.split(data)
+                told = [each for part in parts for each in self._received(part)]
+                if self._unsent or not all(isinstance(part, Data) for part in parts):
                     self._write()  # there may be room for it now
                 else:
                     self._flush()
                 if len(self._unsent) > _MOST_UNSENT:
                     raise ConnectionAbortedError
-            for event in events:
-                self._tell(event)
+            for each in told:
+                self._tell(each)
         finally:
             self._reader = 0
             self._reading.release()
 
-    def _received(self, data: bytes) -> list[Event]:
+    def _received(self, part: Data | Grant | bytes) -> Sequence[Data | Event]:
+        """What is told of a part of what came."""
+        match part:
+            case Data(stream, body) if stream in self._streams:
+                self._acknowledge(stream, len(body))
+                return (part,)
+            case Data(stream, body):
+                return self._received_by_h2(data_frame(stream, body))
+            case Grant(stream, count):
+                if stream == CONNECTION:
+                    self._room += count
+                elif held := self._streams.get(stream):
+                    held.granted += count
+                return ()
+            case _:
+                return self._received_by_h2(part)
+
+    def _received_by_h2(self, data: bytes) -> list[Event]:
         """What the bytes say; nothing is sent any more where they say so."""
         try:
             events = self._h2.receive_data(data)
@@ -379,7 +407,7 @@ class Connection:
                 case RequestReceived():
                     self._begin(event.stream_id, speaks=False, most_bytes=0)
                 case DataReceived():
-                    self._acknowledge(event.stream_id, event.flow_controlled_length)
+                    self._h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
                 case StreamReset():
                     if held := self._streams.get(event.stream_id):
                         held.speaks = False
@@ -389,16 +417,16 @@ class Connection:
 
     def _acknowledge(self, stream: int, count: int) -> None:
         """So many bytes came: those of several messages are told of together."""
-        held = self._streams.get(stream)
-        if held is not None:
-            held.unacknowledged += count
-            if held.unacknowledged < _ACKNOWLEDGED:
-                return
-            count, held.unacknowledged = held.unacknowledged, 0
-        self._h2.acknowledge_received_data(count, stream)
+        held = self._streams[stream]
+        held.unacknowledged += count
+        if held.unacknowledged >= _ACKNOWLEDGED:
+            self._unsent += grant_frame(CONNECTION, held.unacknowledged) + grant_frame(stream, held.unacknowledged)
+            held.unacknowledged = 0
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: Data | Event) -> None:
         match event:
+            case Data():
+                self._tell_messages(event.stream, event.body)
             case RequestReceived() | ResponseReceived():
                 self._handler.opened(event.stream_id, _readable(event.headers))
             case DataReceived():

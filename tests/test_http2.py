@@ -12,6 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from h2.config import H2Configuration
 from h2.connection import H2Connection
+from h2.events import DataReceived
+from h2.settings import SettingCodes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from cluster.grpc_server import DraftServer
 from cluster.http2 import Connection, Headers
 from cluster.link import Link, LinkError, Pipe
 from cluster.speculate import PATH, SERVICE, LinkOptions
-from cluster.wire import encode_down
+from cluster.wire import encode_down, encode_up
 from engine.types import Close, Down, NeedPrefix, Open, SamplingParams, Up
 from tests.cluster_fixtures import until
 
@@ -362,3 +364,28 @@ def test_a_thread_that_can_not_be_had_is_no_link(draft: Draft, monkeypatch: pyte
         with pytest.raises(LinkError, match="can't start new thread"):
             connect(draft.server.address, PATIENCE_S)
     connect(draft.server.address, PATIENCE_S).close()
+
+
+def test_no_more_is_sent_than_the_other_end_granted(draft: Draft) -> None:
+    """By the other end's own count, which ends the connection at one byte more."""
+    client = H2Connection(H2Configuration(client_side=True))
+    client.initiate_connection()
+    client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1000})
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", PATH), (":authority", draft.server.address)]
+    client.send_headers(1, headers)
+    asked = [NeedPrefix(tuple(range(1000 * number, 1000 * number + 1000))) for number in range(100)]
+    sent = [len(frame) + 5 for frame in encode_up(asked)]
+    received = 0
+    with socket.create_connection((draft.host, draft.port)) as connected:
+        connected.settimeout(PATIENCE_S)
+        connected.sendall(client.data_to_send())
+        draft.links.get(timeout=PATIENCE_S).send(asked)
+        while received < sum(sent):
+            for event in client.receive_data(connected.recv(1 << 16)):
+                if isinstance(event, DataReceived):
+                    received += len(event.data)
+                    client.acknowledge_received_data(event.flow_controlled_length, 1)
+                    window = 3000 if received < 20_000 else 200_000  # more than the connection's, which counts as well
+                    client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: window})
+            connected.sendall(client.data_to_send())
+    assert received == sum(sent)
