@@ -55,9 +55,9 @@ def test_in_a_short_step_growth_is_told_once() -> None:
 
 def test_in_a_long_step_growth_is_told_again_and_again() -> None:
     known = rhythm(step=0.1, turn=0.001)
-    known.sent(1.0 + 0.066, waited_for=False)
-    assert not known.due(1.0 + 0.074)
-    assert known.due(1.0 + 0.0751), "a tenth of a step later"
+    known.sent(1.0 + 0.076, waited_for=False)
+    assert not known.due(1.0 + 0.084)
+    assert known.due(1.0 + 0.0851), "a tenth of a step later"
 
 
 def test_the_commits_of_many_sessions_are_one_step(cadence: Cadence) -> None:
