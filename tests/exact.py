@@ -5,6 +5,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
 from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
-from tests.cluster_fixtures import until
+from tests.cluster_fixtures import PATIENCE_S, until
 
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 HEADS = MODELS / "code-target-heads"
@@ -359,3 +360,19 @@ def serve(target: TargetReplica, requests: Sequence[GenerationRequest]) -> list[
     for _ in requests:
         ended.acquire()
     return generations
+
+
+def serve_until_accepted(
+    target: TargetReplica, requests: Sequence[GenerationRequest], plain: Sequence[Sequence[int]]
+) -> list[Generation]:
+    """What it streams once a draft token is accepted: the draft's first word may come after a short request's last.
+
+    Raises AssertionError where an output isn't `plain`, or none is ever accepted.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        generations = serve(target, requests)
+        assert not list(differences(generations, plain))
+        if any(generation.accepted for generation in generations):
+            return generations
+        assert time.monotonic() < deadline, "no draft token is accepted"

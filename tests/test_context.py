@@ -58,10 +58,10 @@ def test_a_draft_with_a_shorter_context_than_its_target_lives_on(target: ModelRu
     plain = [decode(target, [request])[0].tokens for request in requests]
     replica = TargetReplica(target, exact.goodput())
     with exact.linked(replica, short_draft) as drafting:
-        served = [exact.serve(replica, [request])[0] for request in requests]
+        [beyond] = exact.serve(replica, requests[:1])
+        assert beyond.tokens == plain[0]
+        exact.serve_until_accepted(replica, requests[1:], plain[1:])  # it guesses within its context
         assert drafting.alive
-    assert [generation.tokens for generation in served] == plain
-    assert served[-1].accepted > 0, "it does not guess within its context"
     assert replica.wait_idle(PATIENCE_S)
     replica.check()
     replica.close()

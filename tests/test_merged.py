@@ -9,7 +9,6 @@ from cluster.draft import DraftReplica
 from cluster.draft_state import DraftState, resend
 from cluster.link import memory_link
 from cluster.target import TargetReplica
-from cluster.warm import warm_up_drafter
 from engine.decode import Speculation
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import Growing, ModelDrafter
@@ -20,7 +19,7 @@ from engine.tree import ROOT, Moved, TokenTree
 from engine.types import Growth, Open, SamplingParams
 from engine.windows import FixedTree
 from tests import exact
-from tests.exact import Make, NonsenseDrafter, Tokens, differences, make_requests, run, serve
+from tests.exact import Make, NonsenseDrafter, Tokens, differences, make_requests, run
 
 REPEATED = [11, 12, 13, 14] * 4
 
@@ -184,15 +183,11 @@ def test_replicas_draft_with_them(target: ModelRunner, draft: ModelRunner, promp
     requests = make_requests(prompts[:2], 0.0, 16)
     plain = [generation.tokens for generation in run(target, requests, batch=1)]
     replica = TargetReplica(target, FixedTree(15))
-    drafter = exact.SPECULATIONS[name](draft).drafter
-    warm_up_drafter(drafter)  # as a replica does: compiling for the first time may take longer than the requests
-    drafting = DraftReplica(drafter)
+    drafting = DraftReplica(exact.SPECULATIONS[name](draft).drafter)
     down, up = memory_link()
     drafting.add_link(up)
     replica.add_link(down)
-    generations = serve(replica, requests)
-    assert not list(differences(generations, plain))
-    assert sum(generation.accepted for generation in generations) > 0
+    exact.serve_until_accepted(replica, requests, plain)
     assert replica.wait_idle(60.0)
     replica.check()
     replica.close()
