@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from benchmarks.drafting_texts import Tokens
 from engine.automatic import MOST_STEPS, growing_in_turns
 from engine.budget import Calibration, CostModel, GoodputWindow, Window
+from engine.choice import Weights
 from engine.decode import Generation, Speculation, decode_steps, record
 from engine.drafters import Drafter
 from engine.drafters.cascade import CascadeDrafter
@@ -31,7 +32,7 @@ from engine.drafters.retrieval import Documents, RetrievalDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translate import OtherTokenizerDrafter
 from engine.effort import EffortWindow
-from engine.runner import ModelRunner
+from engine.runner import Dtype, ModelRunner
 from engine.types import GenerationRequest
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
 
@@ -56,8 +57,16 @@ class Bench:
     @cached_property
     def rounded(self) -> ModelRunner:
         """The draft with weights of eight bits."""
-        capacity = self.draft.pool.capacity
-        return ModelRunner(self.draft.path, dtype="float32", kv_tokens=capacity, weights="int8")
+        return self._draft_with("int8")
+
+    @cached_property
+    def automatic(self) -> ModelRunner:
+        """The draft as users have it who don't choose."""
+        return self._draft_with("auto")
+
+    def _draft_with(self, weights: Weights) -> ModelRunner:
+        dtype: Dtype = "bfloat16" if self.draft.dtype == torch.bfloat16 else "float32"
+        return ModelRunner(self.draft.path, dtype=dtype, kv_tokens=self.draft.pool.capacity, weights=weights)
 
     @cached_property
     def heads(self) -> TokenHeads:
@@ -137,7 +146,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "merged": DrafterKind(_merged),
     "cascade": DrafterKind(_cascade),
     "other-tokenizer": DrafterKind(_translated),
-    "auto": DrafterKind(lambda bench, shape: ModelDrafter(bench.draft, shape.growing), windows=("effort",)),
+    "auto": DrafterKind(lambda bench, shape: ModelDrafter(bench.automatic, shape.growing), windows=("effort",)),
 }
 
 WINDOWS: dict[str, WindowKind] = {

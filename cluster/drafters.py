@@ -50,7 +50,7 @@ class DraftConfig:
     growing: Growing = field(default_factory=Growing)
     compile: bool = False  # the model, by torch.compile
     served_as: str = ""  # its model's name in metrics; none: the checkpoint's, or the drafter's
-    weights: Weights = "auto"  # of large layers: "int8", or on GPUs "int4"
+    weights: Weights = "auto"  # see engine.choice
     drafter: DrafterName = "auto"
     documents: Path | None = None  # a text file, or a folder of them
     tokenizer: Path | None = None  # folder with the target's; none: the model's own, which the target shares

@@ -72,7 +72,7 @@ class SequentialActor:
     ) -> None:
         placement.apply_to_thread()
         self.target = ModelRunner(target, dtype=dtype, device=placement.device, invariant=invariant, compile=compile)
-        self._draft = ModelRunner(draft, dtype=dtype, device=placement.device, compile=compile)
+        self._draft = ModelRunner(draft, dtype=dtype, device=placement.device, compile=compile, weights="auto")
         self._cost = CostModel(self.target.called_with)
         warm_up(self.target, self._cost)
         self._draft_cost = CostModel()

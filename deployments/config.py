@@ -215,7 +215,9 @@ class DraftOptions(_Settings):
     kv_tokens: KVTokens = Field(65536, description="tokens that the KV pool of a replica holds")
     host: str | None = Field(None, description="address to listen on; none: the node's, as Ray knows it")
     ports: tuple[Port, Port] = Field((26500, 26599), description="first and last; each replica takes a free one")
-    weights: Weights = Field("auto", description="bits of those of large layers; int4: on GPUs")
+    weights: Weights = Field(
+        "auto", description="auto: 8 bits where that is faster; int8, on GPUs int4: that many; full: as they are"
+    )
     compile: bool = Field(
         False,
         description="the model, by torch.compile: on GPUs a seventh less for a pass, a quarter of a minute at the start",

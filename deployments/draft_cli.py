@@ -55,7 +55,7 @@ def draft(
         Weights,
         typer.Option(
             metavar="KIND",
-            help="auto, or int8, on GPUs also int4: large layers rounded to so many bits; guesses change",
+            help="auto: of 8 bits where that is faster; full: as they are; int8, on GPUs also int4: rounded to so many bits",
         ),
     ] = "auto",
     kv_tokens: Annotated[

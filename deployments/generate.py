@@ -98,7 +98,7 @@ class OneProcess:
         self._target = ModelRunner(pair.target, dtype=pair.dtype, device=placement.device, invariant=pair.invariant)
         self._speculation: Speculation | None = None
         if pair.draft is not None:
-            draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device)
+            draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device, weights="auto")
             progress("timing the models")
             cost, draft_cost = CostModel(self._target.called_with), CostModel()
             warm_up(self._target, cost)

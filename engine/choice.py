@@ -7,7 +7,8 @@ from engine.checkpoint import ModelError
 
 # auto: a model with lookup beside it, in the session's text and in earlier outputs; without a checkpoint, lookup alone.
 DrafterName = Literal["auto", "model", "ngram", "suffix", "retrieval", "merged", "cascade"]
-Weights = Literal["auto", "int8", "int4"]  # of a draft model's large layers
+# Of a draft model's layers. full: as the checkpoint has them; auto: 8 bits where a pass takes less time for it, else full.
+Weights = Literal["auto", "full", "int8", "int4"]
 
 LEAST_KV_TOKENS = 1024  # of a pool: a draft begins with two sessions, each with room for its tree
 
@@ -36,7 +37,7 @@ def check_choice(
 
 def check_weights(weights: Weights, checkpoint: Path | None, gpu: bool, dtype: str, compile: bool = False) -> None:
     """Raises ModelError, in one line, where a model can't have such weights, whatever the machine."""
-    if weights == "auto":
+    if weights in ("auto", "full"):
         return
     if checkpoint is None:
         raise ModelError(f"weights {weights}: there is no checkpoint")

@@ -18,13 +18,13 @@ import torch
 from engine import torch_calls
 from engine.attention import Layout, Longs
 from engine.compiled import compiled, exponential, widened
-from engine.cpu import BlockedLinear, HalfLinear, read_in_order
+from engine.cpu import BlockedLinear, ByteLinear, HalfLinear, read_in_order
 from engine.fused import FusedLayer, FusedNorm, is_plain_decoder, positions_of
 from engine.kv import KVPool, finite, numbers_of
 from engine.noise import Keys, Loud, make_loud
 from engine.page_attention import attend, consistent, store
 from engine.sampling import Best, rank, scaled
-from engine.torch_calls import handle_of, leave, linear, product, release
+from engine.torch_calls import handle_of, leave, linear, product, release, rounded_product
 from engine.types import BoolArray, FloatArray, IntArray
 
 _long = partial(compiled, long=True)
@@ -38,6 +38,9 @@ class Weights(NamedTuple):
     linears: Any  # uint64 [4 * layers + 1]: qkv, attention's output, gate and up, down of each; then the output layer's
     blocked: bool  # whether those are addresses of BlockedLinear's weights; else handles of HalfLinear's
     lines: Longs  # of BlockedLinear's
+    scales: FloatArray  # of ByteLinear's outputs, one layer after the other; none where they aren't of that kind
+    middles: IntArray  # of the same
+    scale_starts: Longs  # [linears + 1]: where each one's begin
     biases: FloatArray  # of those layers that have one, one after the other
     bias_starts: Longs  # [linears + 1]: where each one's begins; nothing between two starts is none
     norms: FloatArray  # weights times the root of hidden_size, [2 * layers + 1, hidden_size]
@@ -87,7 +90,7 @@ class CompiledDecoder:
         self.chooses = type(head) is type(linears[0])  # whether `best` is there
         outer = [head] if self.chooses else []
         if isinstance(linears[0], BlockedLinear):
-            size = sum(2 * each.weight.numel() for each in [*linears, *outer])
+            size = sum(each.blocks.nbytes for each in [*linears, *outer])
             read_in_order(linears, size)
             read_in_order(outer, size)
         self.least_rows = 1 if all(map(_same_alone, [*linears, model.get_output_embeddings()])) else 2
@@ -98,6 +101,7 @@ class CompiledDecoder:
         # Not when the process ends: a thread may be in a pass then.
         weakref.finalize(self, torch_calls.release_all, handles).atexit = False
         addresses = [each.data_ptr() for each in self._blocks]
+        rounded = [each for each in blocked if isinstance(each, ByteLinear)]
         biases = [torch.zeros(0) if each.bias is None or not each.bias.any() else each.bias for each in linears]
         half = layers[0].dim // 2  # both halves of a head are turned by the same angles
         cosines, sines = (side[:, :half].contiguous() for side in _rotations(base, positions_of(model, pool)))
@@ -107,6 +111,9 @@ class CompiledDecoder:
             np.array(handles or addresses, np.uint64),
             bool(blocked),
             np.array([each.line for each in blocked], np.int64),
+            torch.cat([torch.zeros(0), *(each.scales for each in rounded)]).numpy(),
+            torch.cat([torch.zeros(0, dtype=torch.int32), *(each.middles for each in rounded)]).numpy(),
+            np.cumsum([0, *(len(each.scales) for each in rounded)], dtype=np.int64),
             torch.cat(biases).numpy(),
             np.cumsum([0, *(len(each) for each in biases)], dtype=np.int64),
             torch.stack([norm.scaled for norm in norms]).numpy(),
@@ -149,13 +156,14 @@ def compiles(base: Any) -> bool:
     if not torch_calls.available() or not is_plain_decoder(base):
         return False
     layers: list[Any] = list(base.layers)
-    blocked, half = (all(isinstance(each, kind) for each in _linears(layers)) for kind in (BlockedLinear, HalfLinear))
+    kinds = {type(each) for each in _linears(layers)}
     return (
-        (blocked or half)
+        len(kinds) == 1
+        and kinds <= {BlockedLinear, ByteLinear, HalfLinear}
         and len({(layer.heads, layer.dim, layer.scale, layer.down.weight.shape) for layer in layers}) == 1
         and all(isinstance(norm, FusedNorm) and norm.least == base.norm.least for norm in _norms(base))
         and all(_alike(side, layers[0].dim) for side in _rotations(base, 2))
-        and consistent(blocked, layers[0].dim, layers[0].heads // layers[0].kv_heads)
+        and consistent(kinds != {HalfLinear}, layers[0].dim, layers[0].heads // layers[0].kv_heads)
     )
 
 
@@ -284,7 +292,11 @@ def _pass(
 @_long
 def _linear(weights: Weights, which: int, x: FloatArray, of_x: np.uint64, out: FloatArray, of_out: np.uint64) -> None:
     """One of the linear layers; of_x, of_out: handles of x and out."""
-    if weights.blocked:
+    if len(weights.scales):
+        first, last = weights.scale_starts[which], weights.scale_starts[which + 1]
+        scales, middles = weights.scales[first:last], weights.middles[first:last]
+        rounded_product(x, weights.linears[which], weights.lines[which], scales, middles, out)
+    elif weights.blocked:
         product(x, weights.linears[which], weights.lines[which], out)
     else:
         linear(weights.names, of_x, weights.linears[which], of_out)

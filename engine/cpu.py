@@ -13,6 +13,7 @@ import torch
 from engine import torch_calls
 from engine.choice import Weights
 from engine.quantized import WORTH_ROUNDING, PlainLinear
+from engine.types import FloatArray
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
 # Weights of a bfloat16 model, times threads; below, one thread with BlockedLinear is faster than those with PackedLinear.
@@ -76,20 +77,48 @@ class BlockedLinear(torch.nn.Module):
         self.weight = weight
         self.bias = None if bias is None else bias.float()
         self.line = torch_calls.NARROW
-        self.blocks = torch_calls.blocks_of(weight, self.line)
+        self.blocks = torch_calls.blocks_of(self.kept(), self.line)
+
+    def kept(self) -> torch.Tensor:
+        """The weight [out_features, in_features] as it is kept in blocks."""
+        return self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features], of any dtype, rounded to bfloat16."""
         rows = x.reshape(-1, x.shape[-1]).float().contiguous().numpy()
         numbers = np.empty((len(rows), len(self.weight)), np.float32)
-        torch_calls.product(rows, np.uint64(self.blocks.data_ptr()), self.line, numbers)
+        self._multiply(rows, np.uint64(self.blocks.data_ptr()), numbers)
         torch_calls.leave()
         out = torch.from_numpy(numbers).view(*x.shape[:-1], -1)
         return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
 
+    def _multiply(self, rows: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
+        torch_calls.product(rows, blocks, self.line, out)
+
+
+class ByteLinear(BlockedLinear):
+    """A linear layer with weights of 8 bits, one scale for each output, and inputs rounded to 8 bits as they come: half of
+    BlockedLinear's bytes, at some accuracy, for drafts.
+
+    Sums are exact: a row's bits don't depend on the other rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.scales = weight.float().abs().amax(1).clamp_min(1e-12) / 127
+        super().__init__(weight, bias)
+        self.middles = torch_calls.MIDDLE * self.kept().sum(1, dtype=torch.int32)
+
+    def kept(self) -> torch.Tensor:
+        """See BlockedLinear; int8."""
+        return (self.weight.float() / self.scales[:, None]).round().to(torch.int8)
+
+    def _multiply(self, rows: FloatArray, blocks: np.uint64, out: FloatArray) -> None:
+        torch_calls.rounded_product(rows, blocks, self.line, self.scales.numpy(), self.middles.numpy(), out)
+
 
 def read_in_order(layers: Sequence[BlockedLinear], size: int) -> None:
-    """Moves the weights of layers to one piece of memory, laid out as reading them in this order takes the least time.
+    """Moves the weights of layers of one kind to one piece of memory, laid out as reading them in this order takes the least
+    time.
 
     size: bytes of all weights that a pass reads. The first of these layers may be given again, alone: they stay.
     """
@@ -100,17 +129,19 @@ def read_in_order(layers: Sequence[BlockedLinear], size: int) -> None:
         line == torch_calls.NARROW and starts[1:] == ends[:-1]
     ):
         return
-    sizes = [torch_calls.blocks_of(layer.weight.to("meta"), line).numel() for layer in layers]
-    whole = torch.empty(sum(sizes) + torch_calls.PAGE_BYTES // 2, dtype=torch.bfloat16)
-    first = -whole.data_ptr() % torch_calls.PAGE_BYTES // 2
+    kind = layers[0].blocks
+    sizes = [torch_calls.blocks_of(kind.new_empty(layer.weight.shape, device="meta"), line).numel() for layer in layers]
+    whole = kind.new_empty(sum(sizes) + torch_calls.PAGE_BYTES // kind.itemsize)
+    first = -whole.data_ptr() % torch_calls.PAGE_BYTES // kind.itemsize
     for layer, part in zip(layers, whole[first : first + sum(sizes)].split(sizes), strict=True):
-        layer.line, layer.blocks = line, part.copy_(torch_calls.blocks_of(layer.weight, line))
+        layer.line, layer.blocks = line, part.copy_(torch_calls.blocks_of(layer.kept(), line))
 
 
 class Int8Linear(torch.nn.Module):
     """A linear layer with 8-bit weights, one scale for each output; inputs are rounded to 8 bits as they come, by FBGEMM.
 
-    A quarter of the bytes of float32, at some accuracy: for drafts. A row's bits depend on the rows beside it.
+    A quarter of the bytes of float32, at some accuracy: for drafts, where there is no ByteLinear. A row's bits depend on the
+    rows beside it.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -152,6 +183,10 @@ def _can_block(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and torch_calls.narrow_available()
 
 
+def _can_be_bytes(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 4 == 0 and torch_calls.bytes_available()
+
+
 def fits_half(weight: torch.Tensor) -> bool:
     """Whether float16 holds a float32 weight, but for parts of it too small to be seen in float32 sums.
 
@@ -164,12 +199,14 @@ def fits_half(weight: torch.Tensor) -> bool:
 
 
 def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights = "auto", threads: int = 1
+    weight: torch.Tensor, bias: torch.Tensor | None, weights: Weights = "full", threads: int = 1
 ) -> torch.nn.Module:
     """The faster kind of linear layer for this weight [out_features, in_features] on this machine.
 
     threads: as many as the model is worth.
     """
+    if weights == "int8" and threads == 1 and _can_be_bytes(weight):
+        return ByteLinear(weight, bias)
     if weights == "int8" and weight.numel() >= WORTH_ROUNDING:
         return Int8Linear(weight, bias)
     if weight.dtype == torch.float32 and fits_half(weight):

@@ -161,7 +161,7 @@ def is_one_call(values: dict[str, Any], numbers: dict[str, int]) -> bool:
 
 
 def speed_up(
-    model: torch.nn.Module, fuse: bool, weights: Weights = "auto", for_cpu: bool = True, join: bool = True
+    model: torch.nn.Module, fuse: bool, weights: Weights = "full", for_cpu: bool = True, join: bool = True
 ) -> None:
     """Replaces what can be replaced in a loaded model, in place. Modules it doesn't know stay as they are.
 
@@ -186,7 +186,7 @@ def speed_up(
             setattr(module, name, _faster(child, make, FusedNorm if for_cpu else _device_norm))
         if not for_cpu and torch.cuda.is_available():
             torch.cuda.empty_cache()  # else most weights would be there twice
-    if weights != "auto" and not for_cpu and not any(isinstance(linear, Rounded) for linear in linears):
+    if weights != "full" and not for_cpu and not any(isinstance(linear, Rounded) for linear in linears):
         raise Unsupported(f"has no layers that {weights} weights suit")
     if not fuse:
         return

@@ -21,7 +21,7 @@ _TENSOR_CORES = (8, 0)  # the compute capability that the kernel for 4-bit weigh
 
 def why_not(weights: Weights, device: str, invariant: bool) -> str:
     """Why this machine can't have such weights, as the end of a sentence; empty where it can."""
-    if weights == "auto":
+    if weights == "full":
         return ""
     if invariant:
         return "in invariant mode: a row's bits depend on the rows beside it"
@@ -139,7 +139,7 @@ def make_device_linear(weight: torch.Tensor, bias: torch.Tensor | None, weights:
 
     Neither is one whose sizes the kernel for 4-bit weights can't take.
     """
-    if weights == "auto" or not _suits(weight, weights):
+    if weights == "full" or not _suits(weight, weights):
         return PlainLinear(weight, bias)
     return Int8Weights(weight, bias) if weights == "int8" else Int4Weights(weight, bias)
 

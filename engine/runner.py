@@ -18,6 +18,7 @@ import transformers  # imports what is named when it is first used: the half of 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from engine import torch_calls
 from engine.attention import Current, Heads, Layout, Part, SequenceRows, chain_rows
 from engine.checkpoint import ModelError, architecture, check_checkpoint, context_length, hidden_size, stored_numbers
 from engine.choice import Weights, check_weights
@@ -72,7 +73,8 @@ class ModelRunner:
     invariant: a row's bits depend on its own path only, not on what else is in the pass: the model is always called with
     `invariant_rows` rows, and each row's keys are read in position order. compile: by torch.compile, all but
     the attention; it takes a C++ compiler, on GPUs Triton and a C compiler, and a quarter of a minute to a minute.
-    weights: "int8" and "int4" round those of large layers to so many bits, which changes the output a little: for drafts.
+    weights: "int8" and "int4" round those of layers to so many bits, which changes the output a little: for drafts. "auto"
+    does so where a pass takes less time for it, "full" never.
     Raises ModelError for a checkpoint that can't be loaded, run or compiled, and for a device that isn't there.
     """
 
@@ -86,7 +88,7 @@ class ModelRunner:
         invariant: bool = False,
         invariant_rows: int = 8,
         compile: bool = False,
-        weights: Weights = "auto",
+        weights: Weights = "full",
     ) -> None:
         self.path = Path(path)
         values = check_checkpoint(self.path)
@@ -94,9 +96,12 @@ class ModelRunner:
         _check_device(device)
         self.device = device
         for_cpu = device == "cpu" and not compile  # torch.compile can't see into what we have for CPUs
-        asks = dtype == weights == "auto" and for_cpu
-        one_call = asks and is_one_call(values, stored_numbers(self.path))
-        self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call)
+        one_call = for_cpu and is_one_call(values, stored_numbers(self.path))
+        by_bytes = one_call and not invariant and torch_calls.bytes_available()
+        if weights == "auto":
+            weights = "int8" if by_bytes and dtype != "float32" else "full"
+        fits = weights == "full" or (weights == "int8" and by_bytes)
+        self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call and fits)
         check_weights(weights, self.path, device != "cpu", dtype, compile)
         if reason := why_not(weights, device, invariant):
             raise ModelError(f"{self.path} can't be run with {weights} weights {reason}")

@@ -25,14 +25,18 @@ _FLOAT32, _CPU, _ANY = np.int32(6), np.int32(0), np.int32(-1)  # torch's numbers
 _BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllb"
 _NEEDED: list[str] = []  # names of torch's functions
 _WORD = 8  # bytes
+_NO_SIGN = np.int32(0x7FFFFFFF)  # the other bits of a float32
+MIDDLE = 128  # the level of an input that is 0: kernels take inputs without a sign
 # Of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed.
 ROWS = 32
-# A weight lies in memory as lines, each of some outputs times two inputs. NARROW: some outputs with all inputs come after
-# others, the fastest from caches. WIDE: a line is a page of PAGE_BYTES, and a product goes through _PAIRS pages at once:
-# processors read ahead in each, in about so many, and get more from memory that way (benchmarks/README.md).
+# A weight lies in memory as lines, each of some outputs times a unit of inputs: two of bfloat16 or four of 8 bits.
+# NARROW: some outputs with all inputs come after others, the fastest from caches. WIDE: a line is a page of PAGE_BYTES, and
+# a product goes through _UNITS pages at once: processors read ahead in each, in about so many, and get more from memory that
+# way (benchmarks/README.md).
 NARROW, WIDE = 32, 1024
-_PAIRS = 32
-PAGE_BYTES = 4 * WIDE
+_UNITS = 32
+_UNIT_BYTES = 4
+PAGE_BYTES = _UNIT_BYTES * WIDE
 _long = partial(compiled, long=True)
 
 
@@ -63,10 +67,11 @@ if COMPILES:
     _share = _function("aoti_torch_new_tensor_handle", _N, _N)
     _release = _function("aoti_torch_delete_tensor_object", _N)
     _over = _function("aoti_torch_create_tensor_from_blob", _N, _I, _N, _N, _I, _W, _W, _W, _N)
-    # at::native::cpublas::brgemm of bfloat16 and float32: oneDNN's kernels with nothing around them
+    # at::native::cpublas::brgemm of bfloat16, float32 and bytes: oneDNN's kernels with nothing around them
     _sizes = (_I, _I, _I, _I, _I, _I, types.boolean, _N, _N, _N, types.boolean)
     _narrow = _function(f"{_BRGEMM}PKN3c108BFloat16ES5_Pfb", *_sizes, returns=types.void)
     _wide = _function(f"{_BRGEMM}PKfS3_Pfb", *_sizes, returns=types.void)
+    _bytes = _function(f"{_BRGEMM}PKhPKaPib", *_sizes, returns=types.void)
     _leave = _function("_ZN2at6native7cpublas14brgemm_releaseEb", types.boolean, returns=types.void)
 
 
@@ -76,6 +81,23 @@ def narrow_available() -> bool:
     limited = any(f"{name}_MAX_CPU_ISA" in os.environ for name in ("ONEDNN", "DNNL"))
     able = torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return bool(available() and able and torch._C._get_mkldnn_enabled() and not limited)
+
+
+@cache
+def bytes_available() -> bool:
+    """Whether there are kernels for products of bytes, and what they add up is right."""
+    if not narrow_available():
+        return False
+    x, weight = (
+        np.arange(2.0 * 36, dtype=np.float32).reshape(2, -1) % 7 - 3,
+        torch.arange(40 * 36).view(40, 36) % 255 - 127,
+    )
+    blocks, levels = blocks_of(weight.to(torch.int8), NARROW), np.round(x * (127 / np.float32(3))).astype(np.int32)
+    found, ones, zeros = np.empty((2, 40), np.float32), np.ones(40, np.float32), np.zeros(40, np.int32)
+    rounded_product(x, np.uint64(blocks.data_ptr()), NARROW, ones, zeros, found)
+    leave()
+    expected = (levels + MIDDLE) @ weight.numpy().T * (np.float32(3) / 127)
+    return bool(np.allclose(found, expected, rtol=1e-5, atol=1e-2))
 
 
 def names() -> Any:
@@ -138,23 +160,25 @@ def linear(names: Any, x: np.uint64, packed: np.uint64, out: np.uint64) -> None:
 
 
 def blocks_of(weight: torch.Tensor, line: int) -> torch.Tensor:
-    """A bfloat16 weight [out_features, in_features] laid out for `product`, if wide, best from a multiple of PAGE_BYTES on.
+    """A weight [out_features, in_features] of bfloat16 or int8 laid out for products, if wide, best from a multiple of
+    PAGE_BYTES on.
 
-    in_features is even; line: NARROW or WIDE. Returns blocks of lines [blocks x pairs of inputs x line x 2]: one part of the
-    inputs after the other, with all outputs.
+    in_features come in whole units; line: NARROW or WIDE. Returns blocks of lines [blocks x units of inputs x line x unit]:
+    one part of the inputs after the other, with all outputs.
     """
     outputs, inputs = weight.shape
-    pairs = _pairs_of(inputs, line)
-    padded = F.pad(weight, (0, -inputs % (2 * pairs), 0, -outputs % NARROW))
-    parts = padded.view(len(padded), -1, pairs, 2).permute(2, 1, 0, 3).reshape(pairs, -1, 2)
-    lines = F.pad(parts, (0, 0, 0, -parts.shape[1] % line)).view(pairs, -1, line, 2)
+    unit = _UNIT_BYTES // weight.element_size()
+    units = _units_of(inputs // unit, line)
+    padded = F.pad(weight, (0, -inputs % (unit * units), 0, -outputs % NARROW))
+    parts = padded.view(len(padded), -1, units, unit).permute(2, 1, 0, 3).reshape(units, -1, unit)
+    lines = F.pad(parts, (0, 0, 0, -parts.shape[1] % line)).view(units, -1, line, unit)
     return lines.transpose(0, 1).reshape(-1)
 
 
 @_long
-def _pairs_of(inputs: int, line: int) -> int:
-    """How many pairs of inputs a block has."""
-    return _PAIRS if line == WIDE else inputs // 2
+def _units_of(all_units: int, line: int) -> int:
+    """How many units of inputs a block has."""
+    return _UNITS if line == WIDE else all_units
 
 
 @_long
@@ -172,20 +196,52 @@ def product(x: FloatArray, blocks: np.uint64, line: int, out: FloatArray) -> Non
 
 
 @_long
-def _product(x: FloatArray, blocks: np.uint64, line: int, out: FloatArray) -> None:
+def rounded_product(
+    x: FloatArray, blocks: np.uint64, line: int, scales: FloatArray, middles: Any, out: FloatArray
+) -> None:
+    """A linear layer with weights of 8 bits (engine.cpu.ByteLinear): as `product`, but rows are rounded to 8 bits.
+
+    scales: float32, what a level of an output's weights is; middles: int32, what the middle of all inputs adds to it.
+    """
+    levels, factors = np.empty(x.shape, np.uint8), np.empty(len(x), np.float32)
+    bits: Any = x.view(
+        np.int32
+    )  # without their sign, numbers are in the order of their bits: compilers make vectors of that
+    for row in range(len(x)):
+        most, numbers, rounded = np.int32(0), x[row], levels[row]
+        for i in range(len(numbers)):
+            most = max(most, np.int32(bits[row, i] & _NO_SIGN))
+        largest = max(np.int32(most).view(np.float32), np.float32(1e-12))
+        factors[row], many = largest / np.float32(127), np.float32(127) / largest
+        for i in range(len(numbers)):
+            rounded[i] = np.int32(numbers[i] * many + np.float32(MIDDLE + 0.5))
+    sums: Any = np.empty(out.shape, np.int32)
+    _product(levels, blocks, line, sums)
+    for row in range(len(x)):
+        factor, added, numbers = factors[row], sums[row], out[row]
+        for i in range(len(numbers)):
+            numbers[i] = np.float32(np.int32(added[i] - middles[i])) * (factor * scales[i])
+
+
+@_long
+def _product(x: Any, blocks: np.uint64, line: int, out: Any) -> None:
     (rows, inputs), outputs = x.shape, out.shape[1]
     at, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+    unit = _UNIT_BYTES // x.itemsize
     weights: Any = np.int64(blocks)
-    pairs, place = _pairs_of(inputs, line), 0  # in all lines, one after the other
-    for first in range(0, inputs, 2 * pairs):
-        some_inputs, output = min(2 * pairs, inputs - first), 0
+    units, place = _units_of(inputs // unit, line), 0  # in all lines, one after the other
+    for first in range(0, inputs, unit * units):
+        some_inputs, output = min(unit * units, inputs - first), 0
         while output < outputs:
             width = min(outputs - output, line - place % line)
-            block = weights + (place // line * pairs * line + place % line) * 4
+            block = weights + (place // line * units * line + place % line) * _UNIT_BYTES
             for row in range(0, rows, ROWS):
                 some, result = min(ROWS, rows - row), to + (row * outputs + output) * 4
-                given = at + (row * inputs + first) * 2
-                multiply(given, inputs, some, some_inputs, block, line, width, first > 0, result, outputs, True)
+                given = at + (row * inputs + first) * x.itemsize
+                if x.itemsize == 2:
+                    multiply(given, inputs, some, some_inputs, block, line, width, first > 0, result, outputs, True)
+                else:
+                    _bytes(some, width, some_inputs, inputs, line, outputs, first > 0, given, block, result, True)
             output, place = output + width, place + width
         place += -outputs % NARROW
 

@@ -167,7 +167,7 @@ def translated(draft: ModelRunner) -> Speculation:
 
 def rounded(draft: ModelRunner) -> Speculation:
     """The same draft with 8-bit weights."""
-    runner = ModelRunner(draft.path, dtype="float32", kv_tokens=draft.pool.capacity, weights="int8")
+    runner = ModelRunner(draft.path, kv_tokens=draft.pool.capacity, weights="int8")
     return Speculation(ModelDrafter(runner), FixedTree(15), 3)
 
 

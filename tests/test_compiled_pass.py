@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import cpu, noise, sampling, torch_calls
 from engine.attention import chain_rows
+from engine.choice import Weights
 from engine.compiled import exponential
 from engine.compiled_pass import CompiledDecoder
 from engine.recorded import FusedDecoder
@@ -95,17 +96,22 @@ def test_in_bfloat16_logits_are_nearer_to_the_exact_ones_than_those_of_transform
             assert (logits - exactly).square().mean() < (rounded - exactly).square().mean()
 
 
-@pytest.fixture(params=["float32", "bfloat16 from caches", "bfloat16 from memory"])
+@pytest.fixture(
+    params=["float32", "bfloat16 from caches", "bfloat16 from memory", "int8 from caches", "int8 from memory"]
+)
 def each_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """With all layouts of weights."""
     if request.param == "float32":
         return request.getfixturevalue("compiled")  # type: ignore[no-any-return]
     if not torch_calls.narrow_available():
         pytest.skip("bfloat16 is emulated")
-    monkeypatch.setattr(cpu, "_CACHED", 10**9 if request.param == "bfloat16 from caches" else 0)
-    runner = ModelRunner(exact.TARGET, dtype="bfloat16", kv_tokens=512)
+    kind, _, place = request.param.split()
+    if kind == "int8" and not torch_calls.bytes_available():
+        pytest.skip("this processor doesn't multiply bytes")
+    monkeypatch.setattr(cpu, "_CACHED", 10**9 if place == "caches" else 0)
+    runner = ModelRunner(exact.TARGET, dtype="bfloat16", kv_tokens=512, weights="int8" if kind == "int8" else "full")
     assert isinstance(runner._decoder, CompiledDecoder)
-    line = torch_calls.WIDE if request.param == "bfloat16 from memory" else torch_calls.NARROW
+    line = torch_calls.WIDE if place == "memory" else torch_calls.NARROW
     assert set(runner._decoder.weights.lines) == {line}
     return runner
 
@@ -150,12 +156,12 @@ KINDS_OF_PARAMS = {
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_PARAMS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_pass_chooses_what_its_logits_say(dtype: Dtype, kind: str, prompts: list[Tokens]) -> None:
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", "full"), ("bfloat16", "full"), ("bfloat16", "int8")])
+def test_a_pass_chooses_what_its_logits_say(dtype: Dtype, weights: Weights, kind: str, prompts: list[Tokens]) -> None:
     """Of the wanted rows alone, in the compiled call where nothing is filtered out, and behind it elsewhere."""
     if dtype == "bfloat16" and not torch_calls.narrow_available():
         pytest.skip("bfloat16 is emulated")
-    runner, tree = ModelRunner(exact.TARGET, dtype=dtype, kv_tokens=512), grown(9, seed=3)
+    runner, tree = ModelRunner(exact.TARGET, dtype=dtype, kv_tokens=512, weights=weights), grown(9, seed=3)
     with leased(runner, 64, 64, 64) as (one, other, third):
         for lease, prompt in ((one, prompts[0]), (other, prompts[1]), (third, prompts[2])):
             prefill(runner, lease, prompt[:40])

@@ -15,6 +15,7 @@ from engine import cpu, torch_calls
 from engine.attention import chain_rows
 from engine.cpu import (
     BlockedLinear,
+    ByteLinear,
     HalfLinear,
     PackedLinear,
     fits_half,
@@ -29,6 +30,9 @@ from tests import exact
 
 HALF = "fbgemm" in torch.backends.quantized.supported_engines
 needs_fbgemm = pytest.mark.skipif(not HALF, reason="needs FBGEMM")
+needs_bytes = pytest.mark.skipif(
+    not torch_calls.bytes_available(), reason="needs a processor that multiplies bytes, and computes in bfloat16"
+)
 needs_bf16 = pytest.mark.skipif(
     not torch_calls.narrow_available(),
     reason="needs a processor that computes in bfloat16",
@@ -97,6 +101,49 @@ def test_a_layer_in_bfloat16_rounds_its_input_alone(
     assert torch.equal(layer(x.bfloat16()), whole.bfloat16())
 
 
+@needs_bytes
+@pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (384, 1024), (97, 36), (70, 4096)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("cached", [0, 10**9])
+def test_a_layer_of_bytes_rounds_its_weights_and_inputs_alone(
+    shape: tuple[int, int], biased: bool, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_CACHED", cached)
+    given, bias = weight(*shape).bfloat16(), weight(shape[0], seed=1).bfloat16() if biased else None
+    given[3] = 0  # nothing to scale by
+    layer = make_linear(given, bias, "int8")
+    assert type(layer) is ByteLinear
+    read_in_order([layer], layer.blocks.nbytes)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-127, 128, (70, shape[1]), generator=generator) / 16
+    x[:, 7], x[5] = 127 / 16, 0  # so that they are levels already
+    whole = layer(x)
+    scales = given.float().abs().amax(1).clamp_min(1e-12) / 127
+    rounded = (given / scales[:, None]).round().double() * scales[:, None]
+    torch.testing.assert_close(whole.double(), F.linear(x.double(), rounded, None if bias is None else bias.double()))
+    x = torch.randn(70, shape[1], generator=generator)
+    whole, exact = layer(x), F.linear(x, given.float(), None if bias is None else bias.float())
+    assert 0 < (whole - exact).norm() < 0.02 * exact.norm()
+    for rows in (1, 2, 5, 32, 33, 64):
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+    assert torch.equal(layer(x.view(7, 10, -1)).view(70, -1), whole)
+
+
+@needs_bytes
+def test_a_layer_of_bytes_says_what_is_no_number() -> None:
+    layer, x = make_linear(weight(64, 32).bfloat16(), None, "int8"), torch.randn(3, 32)
+    expected = layer(x)
+    for nan in (torch.nan, -torch.nan, torch.inf):
+        x[1, 7] = nan
+        out = layer(x)
+        assert not out[1].isfinite().any()
+        assert torch.equal(out[::2], expected[::2])
+    broken = weight(64, 32).bfloat16()
+    broken[5, 3] = torch.nan
+    out = make_linear(broken, None, "int8")(torch.randn(3, 32))
+    assert out.isfinite().all(0).tolist() == [output != 5 for output in range(64)]
+
+
 @needs_bf16
 @pytest.mark.parametrize(("worth", "kind"), [(0, PackedLinear), (10**9, BlockedLinear)])
 def test_layers_of_large_models_in_bfloat16_use_several_threads(
@@ -120,11 +167,14 @@ def test_where_onednn_has_no_kernels_for_bfloat16_others_compute(limit: str) -> 
     assert (run.returncode, run.stdout) == (0, b"torch.Size([1, 4096])\n")
 
 
-@needs_bf16
+@needs_bytes
 @pytest.mark.parametrize("cached", [0, 10**9])
-def test_weights_that_are_read_in_order_lie_in_order(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [BlockedLinear, ByteLinear])
+def test_weights_that_are_read_in_order_lie_in_order(
+    kind: type[BlockedLinear], cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "_CACHED", cached)
-    layers = [BlockedLinear(weight(*shape).bfloat16(), None) for shape in ((64, 32), (97, 64), (1100, 96))]
+    layers = [kind(weight(*shape).bfloat16(), None) for shape in ((64, 32), (97, 64), (1100, 96))]
     x = [torch.randn(3, layer.weight.shape[1]) for layer in layers]
     before = [layer(each) for layer, each in zip(layers, x, strict=True)]
     for count in (3, 3, 2):  # the last two times they are in order already

@@ -174,6 +174,7 @@ def test_the_command_serves_the_drafter_that_it_is_told(target: ModelRunner, doc
 def test_the_command_says_how_weights_are_kept() -> None:
     kinds: list[tuple[Weights, bool]] = [
         ("auto", False),
+        ("full", False),
         ("int8", False),
         ("auto", True),
         ("int8", True),

