@@ -22,6 +22,8 @@ _CACHED = (
     25_000_000  # bytes of a model's weights: more may come from memory for every pass (python -m benchmarks.weights)
 )
 
+_MOST_INPUTS = 1 << 16  # of a ByteLinear: more could add up to what int32 doesn't hold
+
 # In TorchScript, since a recording can't call the operation with an empty list from Python.
 _ONEDNN: Any = torch.jit.CompilationUnit("""
 def linear(x: Tensor, packed: Tensor, bias: Optional[Tensor]) -> Tensor:
@@ -184,7 +186,8 @@ def _can_block(weight: torch.Tensor) -> bool:
 
 
 def _can_be_bytes(weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 4 == 0 and torch_calls.bytes_available()
+    fits = weight.shape[1] % 4 == 0 and weight.shape[1] < _MOST_INPUTS
+    return weight.dtype == torch.bfloat16 and fits and torch_calls.bytes_available()
 
 
 def fits_half(weight: torch.Tensor) -> bool:

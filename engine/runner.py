@@ -97,11 +97,10 @@ class ModelRunner:
         self.device = device
         for_cpu = device == "cpu" and not compile  # torch.compile can't see into what we have for CPUs
         one_call = for_cpu and is_one_call(values, stored_numbers(self.path))
-        by_bytes = one_call and not invariant and torch_calls.bytes_available()
+        rounds = weights in ("auto", "int8") and one_call and not invariant and torch_calls.bytes_available()
         if weights == "auto":
-            weights = "int8" if by_bytes and dtype != "float32" else "full"
-        fits = weights == "full" or (weights == "int8" and by_bytes)
-        self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call and fits)
+            weights = "int8" if rounds and dtype != "float32" else "full"
+        self.dtype = pick_dtype(dtype, device, hidden_size(values), one_call and (rounds or weights == "full"))
         check_weights(weights, self.path, device != "cpu", dtype, compile)
         if reason := why_not(weights, device, invariant):
             raise ModelError(f"{self.path} can't be run with {weights} weights {reason}")

@@ -204,9 +204,8 @@ def rounded_product(
     scales: float32, what a level of an output's weights is; middles: int32, what the middle of all inputs adds to it.
     """
     levels, factors = np.empty(x.shape, np.uint8), np.empty(len(x), np.float32)
-    bits: Any = x.view(
-        np.int32
-    )  # without their sign, numbers are in the order of their bits: compilers make vectors of that
+    # Without their sign, numbers are in the order of their bits, whose largest compilers find with vectors.
+    bits: Any = x.view(np.int32)
     for row in range(len(x)):
         most, numbers, rounded = np.int32(0), x[row], levels[row]
         for i in range(len(numbers)):

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.bench import many_streams, one_stream
 from benchmarks.bench.checkpoints import PROMPTS, TARGET, Dtype, Pair, make_pair
-from benchmarks.bench.contenders import VLLM, VLLM_SPECULATIVE, Environments, Notes, Place, Setup, preloaded
+from benchmarks.bench.contenders import CHAINS, VLLM, VLLM_SPECULATIVE, Environments, Notes, Place, Setup, preloaded
 from benchmarks.bench.one_stream import PROBED, Best, Work
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import Accounting, Limit, Row
@@ -191,7 +191,7 @@ def main(
     temperatures: Annotated[str, typer.Option(help="0 is greedy")] = "0,1",
     accountings: Annotated[str, typer.Option(help="same-target-core, total-cores")] = "same-target-core,total-cores",
     dtype: Annotated[Dtype, typer.Option(help="that everybody computes in")] = "float32",
-    chains: Annotated[str, typer.Option(help="vLLM's draft tokens a step to choose from")] = "2,3,5",
+    chains: Annotated[str, typer.Option(help="vLLM's draft tokens a step to choose from")] = ",".join(map(str, CHAINS)),
     streams: Annotated[str, typer.Option(help="of closed loops; empty for none")] = "1,4,16,64",
     stream_size: Annotated[str, typer.Option(help="target of closed and open loops")] = "30M",
     rounds: Annotated[int, typer.Option(help="of closed loops, one to warm up apart")] = 3,
