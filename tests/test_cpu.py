@@ -167,9 +167,9 @@ def test_where_onednn_has_no_kernels_for_bfloat16_others_compute(limit: str) -> 
     assert (run.returncode, run.stdout) == (0, b"torch.Size([1, 4096])\n")
 
 
-@needs_bytes
+@needs_bf16
 @pytest.mark.parametrize("cached", [0, 10**9])
-@pytest.mark.parametrize("kind", [BlockedLinear, ByteLinear])
+@pytest.mark.parametrize("kind", [BlockedLinear, pytest.param(ByteLinear, marks=needs_bytes)])
 def test_weights_that_are_read_in_order_lie_in_order(
     kind: type[BlockedLinear], cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
