@@ -21,20 +21,22 @@ _LINE = 64  # bytes in a cache line
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def compiled(function: F, long: bool = False) -> F:
+def compiled(function: F, long: bool = False, exact: bool = False) -> F:
     """Compiles a function of arrays and numbers at its first call, and keeps that on disk where it can.
 
-    long: it lets other threads run meanwhile, and may add up in another order to be faster. What is kept on disk is made
-    anew when the function's own file changes, not when a function in another file does that it calls, nor when this one
-    does: whoever changes those removes the folders `__pycache__`. Beside an engine that doesn't bring numba
-    (cluster.vllm_proposer), the function stays as it is: slower, not different, but for such sums.
+    long: it lets other threads run meanwhile, and may add up and multiply in another order to be faster, unless it is exact:
+    compilers may choose that anew for each caller that it becomes part of.
+
+    What is kept on disk is made anew when the function's own file changes, not when a function in another file does that it
+    calls, nor when this one does: whoever changes those removes the folders `__pycache__`. Beside an engine that doesn't
+    bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different, but for such sums.
     """
     if not COMPILES:
         return function
     made: Any
     # Divisions that don't look for zeros can be vectors.
     compile_it: Any = partial(
-        njit, nogil=long, fastmath=_SUMS if long else False, error_model="numpy" if long else "python"
+        njit, nogil=long, fastmath=_SUMS if long and not exact else False, error_model="numpy" if long else "python"
     )
     try:
         made = compile_it(cache=True)(function)

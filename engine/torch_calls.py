@@ -195,7 +195,7 @@ def product(x: FloatArray, blocks: np.uint64, line: int, out: FloatArray) -> Non
     _product(rounded, blocks, line, out)
 
 
-@_long
+@partial(_long, exact=True)  # called by itself and from within a pass
 def rounded_product(
     x: FloatArray, blocks: np.uint64, line: int, scales: FloatArray, middles: Any, out: FloatArray
 ) -> None:

@@ -130,6 +130,18 @@ def test_a_layer_of_bytes_rounds_its_weights_and_inputs_alone(
 
 
 @needs_bytes
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_bits_of_a_layer_of_bytes_are_those_of_its_formula(rows: int) -> None:
+    """So that they are the same wherever compilers make it part of something else."""
+    layer, x = make_linear(weight(4096, 256).bfloat16(), None, "int8"), torch.randn(rows, 256)
+    assert isinstance(layer, ByteLinear)
+    most = x.abs().amax(1, keepdim=True)
+    levels = (x * (127 / most) + 128.5).to(torch.int32)
+    sums = (levels - torch_calls.MIDDLE) @ layer.kept().int().T
+    torch.testing.assert_close(layer(x), sums.float() * (most / 127 * layer.scales), rtol=0, atol=0)
+
+
+@needs_bytes
 def test_a_layer_of_bytes_says_what_is_no_number() -> None:
     layer, x = make_linear(weight(64, 32).bfloat16(), None, "int8"), torch.randn(3, 32)
     expected = layer(x)
