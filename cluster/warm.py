@@ -14,6 +14,7 @@ from engine.attention import chain_rows
 from engine.budget import Calibration, CostModel, GoodputWindow
 from engine.drafters import Drafter
 from engine.drafters.ngram import Earned, Lookup
+from engine.drafters.past import Past
 from engine.effort import EffortWindow, draft_steps
 from engine.huge_pages import use_huge_pages
 from engine.runner import ModelRunner
@@ -87,6 +88,7 @@ def warm_up_loops() -> None:
     mirror.commit([0])
     mirror.hang([0], [0.5])
     Lookup([0, 0], True, Earned(), 1).hang(mirror)
+    Past(0).begin()
 
 
 def warm_up_drafter(drafter: Drafter) -> float:

@@ -126,7 +126,7 @@ def grow(given: Fixed, size: int, computed: int, pending: IntArray, free: IntArr
         keys[i] = key_of(given.seed, computed + len(pending) + nodes.depth[chosen[i]])
     temperatures = np.full(len(chosen), given.temperature, np.float32)
     plan = plan_one(lease, prefix, tree_slots, visible, 0, True)
-    _, _, _, found, scores, _ = best_tokens(
+    _, _, _, _, found, scores, _ = best_tokens(
         weights,
         inputs,
         positions,

@@ -23,11 +23,12 @@ from engine.fused import FusedLayer, FusedNorm, is_plain_decoder, positions_of
 from engine.kv import KVPool, finite, numbers_of
 from engine.noise import Keys, Loud, make_loud
 from engine.page_attention import attend, consistent, store
-from engine.sampling import Best, rank, scaled
+from engine.sampling import NO_KEYS, Best, rank, scaled
 from engine.torch_calls import handle_of, leave, linear, product, release, rounded_product
 from engine.types import BoolArray, FloatArray, IntArray
 
 _long = partial(compiled, long=True)
+_NO_ROWS, _NO_TEMPERATURES = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Weights(NamedTuple):
@@ -135,20 +136,32 @@ class CompiledDecoder:
 
     def __call__(self, layout: Layout, span: tuple[int, int, int]) -> torch.Tensor:
         """span: of rows in the layout, see there. Returns the final hidden states [rows, hidden_size]."""
-        seen = layout.seen(*span)
-        states = _pass(self.weights, *seen[:3], self.data, seen.plan)
-        return torch.from_numpy(states)
+        return torch.from_numpy(self._computed(layout, span, _NO_ROWS, _NO_TEMPERATURES, NO_KEYS, 0)[0])
 
     def best(self, layout: Layout, wanted: Longs, temperatures: FloatArray, keys: Keys, count: int) -> Passed:
         """A pass over all rows of a layout, and the `count` best tokens of those `wanted`, where nothing is filtered out.
 
         temperatures: float32, of the wanted rows; keys: of their noise, or none where all are greedy.
         """
-        seen = layout.seen(0, layout.rows, max(0, self.least_rows - layout.rows))
-        states, logits, finite, found, scores, clear = best_tokens(
+        span = (0, layout.rows, max(0, self.least_rows - layout.rows))
+        computed = self._computed(layout, span, wanted, temperatures, keys, count)
+        _, states, logits, finite, found, scores, clear = computed
+        return Passed(torch.from_numpy(states), torch.from_numpy(logits), finite, Best(found, scores, clear))
+
+    def _computed(
+        self,
+        layout: Layout,
+        span: tuple[int, int, int],
+        wanted: Longs,
+        temperatures: FloatArray,
+        keys: Keys,
+        count: int,
+    ) -> tuple[FloatArray, FloatArray, FloatArray, bool, IntArray, FloatArray, BoolArray]:
+        """All of a decoder's passes: within another compiled function, the same loops may differ in the last bits."""
+        seen = layout.seen(*span)
+        return best_tokens(
             self.weights, *seen[:3], self.data, seen.plan, wanted, self.least_rows, temperatures, keys, count, self.loud
         )
-        return Passed(torch.from_numpy(states), torch.from_numpy(logits), finite, Best(found, scores, clear))
 
 
 def compiles(base: Any) -> bool:
@@ -210,8 +223,11 @@ def best_tokens(
     keys: Keys,
     count: int,
     kept: Loud,
-) -> tuple[FloatArray, FloatArray, bool, IntArray, FloatArray, BoolArray]:
-    """What `_pass` takes, then what CompiledDecoder.best does, whose `loud` is kept. Returns the parts of Passed."""
+) -> tuple[FloatArray, FloatArray, FloatArray, bool, IntArray, FloatArray, BoolArray]:
+    """What `_pass` takes, then what CompiledDecoder.best does, whose `loud` is kept.
+
+    Returns the final states of all rows, then the parts of Passed.
+    """
     every = _pass(weights, tokens, positions, write, data, plan)
     n = len(wanted)
     states = np.zeros((max(n, least_rows), every.shape[1]), np.float32)
@@ -227,7 +243,7 @@ def best_tokens(
             leave()
     states, logits = states[:n], logits[:n]
     tokens_found, scores, clear = rank(scaled(logits, temperatures), temperatures > 0, keys, count, kept)
-    return states, logits, finite(logits.ravel()), tokens_found, scores, clear
+    return every, states, logits, finite(logits.ravel()), tokens_found, scores, clear
 
 
 @_long

@@ -37,7 +37,7 @@ def compiled() -> Counter[str]:
     """Of each function, for how many types of arguments."""
     gc.unfreeze()  # what was loaded before the warm-up is out of sight else
     found = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
-    return Counter({each.py_func.__qualname__: len(each.overloads) for each in found})
+    return Counter({f"{each.py_func.__module__}.{each.py_func.__qualname__}": len(each.overloads) for each in found})
 
 
 def serve(draft: DraftReplica | None, where: Placement, turns: bool = False) -> Counter[str]:
