@@ -168,9 +168,11 @@ class OwnGuesses:
 
     def _give_up(self, error: Exception) -> None:
         logger.error("the drafter in the target's process failed, and is left alone from now on", exc_info=error)
-        for session in list(self._open):
-            with suppress(Exception):
-                self.close(session)
+        if self._local is not None:
+            for session in self._open:
+                with suppress(Exception):
+                    self._local.drafter.close(session)
+        self._open.clear()
         self._local = None
 
     def _do_without(self, session: int) -> None:

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from cluster.address import parse_address
 from cluster.content import ContentSessions
 from cluster.grpcio_link import connect
-from cluster.link import Link, LinkError, send_all
+from cluster.link import Link, send_all
 from cluster.target_state import TargetState
 from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
@@ -36,6 +37,7 @@ WAIT_MS = "PACELINE_DRAFT_WAIT_MS"  # for growth, when no row has a proposal
 _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 0.5
 _TIMES = 4096  # that are kept
+_LONGEST_WAIT_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,12 @@ class RemoteProposer:
     """The class that vLLM loads; see the top. Configured by the environment, which is all that `vllm serve` hands on."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """vllm_config: vllm.config.VllmConfig. Raises ValueError when no draft service is named."""
-        addresses = tuple(filter(None, (part.strip() for part in os.environ.get(ADDRESSES, "").split(","))))
-        if vllm_config.additional_config.get(FOLLOWED):
-            addresses = ()
-        elif not addresses:
-            raise ValueError(f"{ADDRESSES} names no draft service: set it to host:port")
+        """vllm_config: vllm.config.VllmConfig. Raises ValueError, which names the variable, where one can't be used."""
         options = ProposerOptions(
-            addresses,
+            () if vllm_config.additional_config.get(FOLLOWED) else _addresses(os.environ.get(ADDRESSES, "")),
             int(vllm_config.speculative_config.num_speculative_tokens),
             int(vllm_config.model_config.get_vocab_size()),
-            float(os.environ.get(WAIT_MS, "3")) / 1000,
+            _milliseconds(os.environ.get(WAIT_MS, "3")) / 1000,
         )
         self._proposals = Proposals(options) if _answers() else None
         mend()
@@ -127,6 +124,22 @@ class WorkerAccess:
         """See RemoteProposer.take_times."""
         proposer: RemoteProposer = self.model_runner.drafter
         return proposer.take_times()
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    found = tuple(filter(None, (part.strip() for part in text.split(","))))
+    for address in found:
+        parse_address(address, ADDRESSES)
+    if not found:
+        raise ValueError(f"{ADDRESSES} names no draft service: set it to host:port")
+    return found
+
+
+def _milliseconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= _LONGEST_WAIT_MS:
+            return float(text)
+    raise ValueError(f"{WAIT_MS}: {text!r} is no number of milliseconds from 0 to {_LONGEST_WAIT_MS}")
 
 
 def _answers() -> bool:
@@ -280,6 +293,7 @@ class Proposals:
             send_all(self._links[draft], messages, self._state.not_told)
 
     def _keep_connected(self) -> None:
+        missing: set[str] = set()  # which is told once
         while not self._closing.is_set():
             addresses = self._addresses
             for address in self._connected.keys() - set(addresses or ()):
@@ -289,9 +303,15 @@ class Proposals:
                 held = self._connected.get(address)
                 if self._closing.is_set() or (held is not None and held.alive):
                     continue
-                with suppress(LinkError):  # not there yet, or not any more
+                try:
                     self._connected[address] = connect(address, _CONNECT_TIMEOUT_S)
-                    self._made.put(self._connected[address])
-                    self._arrived.set()
-                    logger.info("drafts come from %s", address)
+                except Exception as error:  # noqa: BLE001 - not there yet, or not any more; whatever it is, it is tried again
+                    if address not in missing:
+                        logger.warning("no drafts from %s until it is there: %s", address, error)
+                    missing.add(address)
+                    continue
+                self._made.put(self._connected[address])
+                self._arrived.set()
+                missing.discard(address)
+                logger.info("drafts come from %s", address)
             self._closing.wait(_LOOK_EVERY_S)

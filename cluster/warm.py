@@ -36,6 +36,8 @@ def warm_up(
 ) -> None:
     """Runs every common row count, which compiles its kernels, and tells the cost model the median time by the clock.
 
+    oneDNN makes kernels for each thread: another one's first pass of each row count takes half a millisecond more.
+
     What was loaded until now is left out of garbage collection, whose rounds over it would hold up steps; on CPUs it moves
     into huge pages. On GPUs passes are recorded that choose `count` tokens after each row.
     """
@@ -70,6 +72,7 @@ def warm_up_loops() -> None:
     """
     logits, drawn = torch.zeros(1, 2), [SamplingParams(temperature=1.0)]
     sampling.choose(logits, drawn, noise.keys(0, [0]))
+    sampling.propose(logits, drawn, noise.keys(0, [0]), 1)
     sampling.margins(logits, drawn, noise.keys(0, [0]))  # choices within rounding are made exactly, which is rare
     draft, mirror = TokenTree(0), TokenTree(0)
     draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
@@ -87,6 +90,8 @@ def warm_up_loops() -> None:
     mirror.chain(1)
     mirror.commit([0])
     mirror.hang([0], [0.5])
+    mirror.add_many([ROOT], [1], [0.5])
+    mirror.along([0])
     Lookup([0, 0], True, Earned(), 1).hang(mirror)
     Past(0).begin()
 
@@ -105,6 +110,7 @@ def warm_up_drafter(drafter: Drafter) -> float:
                 drafter.grow()
                 times += [time.monotonic() - started] if session == 0 else []
         for session in (0, 1):
+            TokenTree(0).adopt(drafter.tree(session), 1, known=False)  # as a target does with its own guesses
             drafter.commit(session, [0])
             drafter.close(session)
     return 1000 * min(times)

@@ -1,5 +1,6 @@
 """One prompt to streamed text: by two actors, or in this process, one after the other or the target alone."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -19,7 +20,7 @@ from cluster.drafters import DraftConfig, LocalConfig
 from cluster.local import LocalCluster
 from cluster.placement import place
 from cluster.target_stats import TargetStats
-from cluster.warm import warm_up
+from cluster.warm import warm_up, warm_up_drafter, warm_up_turns
 from deployments.figures import Figures
 from engine.automatic import taking_turns
 from engine.budget import CostModel
@@ -34,7 +35,7 @@ Progress = Callable[[str], None]
 
 
 class GenerationFailed(RuntimeError):
-    """The stream ended with an error."""
+    """The stream ended with an error, or its text can't be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +97,25 @@ class OneProcess:
         placement.apply_to_process()
         self._tokenizer = load_tokenizer(pair.target)
         self._target = ModelRunner(pair.target, dtype=pair.dtype, device=placement.device, invariant=pair.invariant)
-        self._speculation: Speculation | None = None
+        draft = None
         if pair.draft is not None:
             draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device, weights="auto")
-            progress("timing the models")
-            cost, draft_cost = CostModel(self._target.called_with), CostModel()
-            warm_up(self._target, cost)
-            warm_up(draft, draft_cost)
-            self._speculation = taking_turns(draft, cost, float(draft_cost.table(1)[1]), self._tokenizer)
+        progress("timing the models; the first time, compiling what runs between their passes")
+        cost = CostModel(self._target.called_with)
+        warm_up(self._target, cost)
+        self._speculation = self._timed(draft, cost) if draft is not None else None
         self._figures = Figures(0, 0.0, 0, 0, 0)
+
+    def _timed(self, draft: ModelRunner, cost: CostModel) -> Speculation:
+        draft_cost = CostModel()
+        warm_up(draft, draft_cost)
+        tried, speculation = (
+            taking_turns(draft, cost, float(draft_cost.table(1)[1]), self._tokenizer) for _ in range(2)
+        )
+        warm_up_drafter(tried.drafter)
+        if tried.effort is not None:
+            warm_up_turns(tried.drafter, tried.effort)
+        return speculation
 
     def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
         """See Engine."""
@@ -156,11 +167,22 @@ def print_text(
         engine = start(mode, pair, lambda text: status.update(text))
     with closing(engine), closing(engine.stream(request)) as chunks:
         for text in texts(chunks, tokenizer, request):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+            write(text)
+        write("\n")
         if stats:
             errors.print(summary(engine.figures()), style="dim", soft_wrap=True)
+
+
+def write(text: str) -> None:
+    """To standard output, at once; raises GenerationFailed, or BrokenPipeError when nobody reads it any more."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries it again at its end
+        raise GenerationFailed(f"standard output can't be written: {error.strerror}") from None
 
 
 def summary(figures: Figures) -> str:

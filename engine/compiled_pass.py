@@ -93,7 +93,8 @@ class CompiledDecoder:
         if isinstance(linears[0], BlockedLinear):
             size = sum(each.blocks.nbytes for each in [*linears, *outer])
             read_in_order(linears, size)
-            read_in_order(outer, size)
+            if outer:  # else the model does more behind it
+                read_in_order(outer, size)
         self.least_rows = 1 if all(map(_same_alone, [*linears, model.get_output_embeddings()])) else 2
         linears += outer
         blocked = [each for each in linears if isinstance(each, BlockedLinear)]

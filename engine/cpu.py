@@ -12,7 +12,7 @@ import torch
 
 from engine import torch_calls
 from engine.choice import Weights
-from engine.quantized import WORTH_ROUNDING, PlainLinear
+from engine.quantized import WORTH_ROUNDING, PlainLinear, outline
 from engine.types import FloatArray
 
 _WORTH_PACKING = 300_000  # weights of a float32 layer; below, oneDNN's overhead per call is more than packing saves
@@ -37,7 +37,7 @@ class PackedLinear(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias = outline(weight), bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,12 +55,12 @@ class HalfLinear(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weight = weight
         self.bias = torch.zeros(len(weight)) if bias is None else bias
         with warnings.catch_warnings():  # deprecated in favour of an operation that takes 20 us more per call
             warnings.simplefilter("ignore", UserWarning)
             self.packed = torch.fbgemm_pack_gemm_matrix_fp16(weight)
             self(torch.zeros(2, weight.shape[1]))  # it says so once
+        self.weight = outline(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features]."""
@@ -120,17 +120,21 @@ class ByteLinear(BlockedLinear):
 
 def read_in_order(layers: Sequence[BlockedLinear], size: int) -> None:
     """Moves the weights of layers of one kind to one piece of memory, laid out as reading them in this order takes the least
-    time.
+    time; nothing else is kept of them.
 
     size: bytes of all weights that a pass reads. The first of these layers may be given again, alone: they stay.
     """
     starts = [layer.blocks.data_ptr() for layer in layers]
     ends = [start + layer.blocks.nbytes for start, layer in zip(starts, layers, strict=True)]
     line = torch_calls.WIDE if size > _CACHED else torch_calls.NARROW
-    if any(layer.line == torch_calls.WIDE for layer in layers) or (
-        line == torch_calls.NARROW and starts[1:] == ends[:-1]
-    ):
-        return
+    wide = any(layer.line == torch_calls.WIDE for layer in layers)
+    if not wide and (line == torch_calls.WIDE or starts[1:] != ends[:-1]):
+        _move(layers, line)
+    for layer in layers:
+        layer.weight = outline(layer.weight)
+
+
+def _move(layers: Sequence[BlockedLinear], line: int) -> None:
     kind = layers[0].blocks
     sizes = [torch_calls.blocks_of(kind.new_empty(layer.weight.shape, device="meta"), line).numel() for layer in layers]
     whole = kind.new_empty(sum(sizes) + torch_calls.PAGE_BYTES // kind.itemsize)
@@ -156,7 +160,7 @@ class Int8Linear(torch.nn.Module):
         ):  # deprecated in favour of torchao, which takes 3 to 6 times as long per call on CPUs
             warnings.simplefilter("ignore", UserWarning)
             rounded = torch.quantize_per_channel(values, scales, offsets, 0, torch.qint8)
-        self.weight = weight
+        self.weight = outline(weight)
         self.packed: Any = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,15 @@ _MAPS = Path("/proc/self/maps")
 def use_huge_pages() -> None:
     """Moves the memory that this process has written to so far into huge pages, where the system has any.
 
-    Half a GB a second. What was only reserved stays so, but for the rest of a page of which some was used.
+    What loading has freed goes back to the system first. Half a GB a second. What was only reserved stays so, but for the
+    rest of a page of which some was used.
     """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc, which would keep it
+        library.malloc_trim(0)
     try:
         lines = _MAPS.read_bytes().strip().split(b"\n")  # names of files may be anything
-        advise = ctypes.CDLL(None).madvise
+        advise = library.madvise
     except (OSError, AttributeError):  # not Linux
         return
     for line in lines:

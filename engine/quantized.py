@@ -51,6 +51,14 @@ class PlainLinear(torch.nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+def outline(weight: torch.Tensor) -> torch.Tensor:
+    """What is left of a weight that a layer keeps in a layout of its own: others ask for its shape, dtype and device.
+
+    It takes no memory; who computes with it gets nothing.
+    """
+    return weight.new_full((1,), torch.nan).expand(weight.shape)
+
+
 class Rounded(torch.nn.Module, ABC):
     """What both kinds of rounded layers have."""
 
@@ -65,8 +73,7 @@ class Rounded(torch.nn.Module, ABC):
         levels, scales = self._lay_out(levels, scales)
         for name, value in (("levels", levels), ("scales", scales), ("bias", bias)):
             self.register_buffer(name, value, persistent=False)
-        # Others ask a layer's weight for its shape, dtype and device. It takes no memory; who computes with it gets nothing.
-        self.weight = weight.new_full((1,), torch.nan).expand(weight.shape)
+        self.weight = outline(weight)
 
     @abstractmethod
     def _round(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

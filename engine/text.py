@@ -7,16 +7,24 @@ from pathlib import Path
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from engine.checkpoint import ModelError
+
 _BEFORE = 6  # tokens that say how a text begins behind them
 _BYTES = 8  # tokens without text that may yet become some: a character has at most four bytes
 UNFINISHED = "\ufffd"  # what decoders make of a part of a character
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a checkpoint; raises ValueError when there is none."""
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    """The fast tokenizer of a checkpoint; raises ModelError when there is none."""
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  whatever a file of another shape makes tokenizers and transformers raise
+        raise ModelError(f"{file} can't be read: {type(error).__name__}: {error}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"{path} has no fast tokenizer (tokenizer.json)")
+        raise ModelError(f"{path} has no fast tokenizer (tokenizer.json)")
     return tokenizer
 
 

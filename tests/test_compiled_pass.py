@@ -117,6 +117,20 @@ def each_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
+def test_a_head_that_is_no_number_is_loaded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells whether it is all that the model does behind its layers, so it isn't part of the compiled pass."""
+    monkeypatch.setattr(cpu, "_CACHED", 0)
+    folder = save("llama", LLAMA, tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] = torch.nan
+    model.save_pretrained(folder)
+    runner = ModelRunner(folder, dtype="bfloat16", kv_tokens=64)
+    with leased(runner, 8) as (lease,):
+        assert not runner.best([chain_rows(lease, 0, [5, 6])], [SamplingParams()], None, 1).finite
+
+
+@pytest.mark.skipif(not torch_calls.narrow_available(), reason="bfloat16 is emulated")
 @pytest.mark.parametrize("cached", [0, 10**9])
 def test_first_layers_share_the_weights_of_all(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_CACHED", cached)

@@ -196,6 +196,7 @@ def test_weights_that_are_read_in_order_lie_in_order(
         assert first % PAGE_BYTES == 0
         assert others == [first + sizes[0], first + sizes[0] + sizes[1]]
         assert {layer.line for layer in layers} == {NARROW if cached else WIDE}
+        assert not any(layer.weight.stride(0) for layer in layers[:count]), "a weight is there twice"
     for layer, each, out in zip(layers, x, before, strict=True):
         torch.testing.assert_close(layer(each), out, rtol=1e-5, atol=1e-5)
 

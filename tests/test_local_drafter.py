@@ -19,10 +19,12 @@ from engine.checkpoint import ModelError
 from engine.decode import decode
 from engine.drafters.early_exit import EarlyExitDrafter
 from engine.drafters.ngram import NgramDrafter
+from engine.drafters.retrieval import Documents
 from engine.local_choice import HEADS_FILE, check_heads
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
-from engine.types import GenerationRequest, InvalidRequest
+from engine.tree import TokenTree
+from engine.types import GenerationRequest, InvalidRequest, SamplingParams
 from engine.windows import FixedTree
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
@@ -209,3 +211,22 @@ def test_documents_that_are_no_tokens_are_refused(target: ModelRunner) -> None:
     request, _ = grounded(target)
     with guessing(target, None) as replica, pytest.raises(InvalidRequest, match="token ids must not be negative"):
         replica.submit(replace(request, documents=((1, -1),)), lambda chunk: None)
+
+
+def test_a_drafter_that_fails_leaves_the_guesses_from_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = NgramDrafter()
+    own = OwnGuesses(LocalDrafter(drafter, 1))
+    text = list(range(20))
+    own.ground(7, text[:5], SamplingParams(), Documents([text]))
+    drafter.open(7, text[:5], SamplingParams())
+    own._open.add(7)
+
+    def broken() -> list[int]:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(drafter, "grow", broken)
+    mirror = TokenTree(4)
+    own.hang(lambda session: mirror)
+    assert not own.works
+    assert mirror.token[mirror.chain(3)].tolist() == [5, 6, 7]
+    own.check({7})

@@ -3,14 +3,17 @@
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from cluster import vllm_proposer
 from cluster.address import parse_address
 from cluster.content import ContentSessions
 from cluster.draft import DraftReplica
@@ -18,7 +21,7 @@ from cluster.grpc_server import DraftServer
 from cluster.link import LinkError
 from cluster.target_state import TargetState
 from cluster.vllm_mended import spread
-from cluster.vllm_proposer import Proposals, ProposerOptions
+from cluster.vllm_proposer import ADDRESSES, WAIT_MS, Proposals, ProposerOptions, RemoteProposer
 from cluster.vllm_target import binding
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
@@ -94,6 +97,48 @@ def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> N
 def test_an_address_that_is_none_is_told(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        (ADDRESSES, "nonsense", "PACELINE_DRAFT: 'nonsense' is not HOST:PORT"),
+        (ADDRESSES, "127.0.0.1:9100, http://host:80", "PACELINE_DRAFT: 'http://host:80' is not HOST:PORT"),
+        (ADDRESSES, " , ", "PACELINE_DRAFT names no draft service"),
+        (WAIT_MS, "3ms", "PACELINE_DRAFT_WAIT_MS: '3ms' is no number of milliseconds"),
+        (WAIT_MS, "nan", "PACELINE_DRAFT_WAIT_MS: 'nan' is no number of milliseconds"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_told(
+    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADDRESSES, "127.0.0.1:9100")
+    monkeypatch.setenv(name, value)
+    config = SimpleNamespace(
+        additional_config={},
+        speculative_config=SimpleNamespace(num_speculative_tokens=5),
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
+    )
+    with pytest.raises(ValueError, match=told):
+        RemoteProposer(config)
+
+
+def test_a_service_that_is_not_there_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, closing: ExitStack
+) -> None:
+    tried = threading.Semaphore(0)
+
+    def refused(address: str, timeout_s: float) -> None:
+        tried.release()
+        raise UnicodeError("no name")
+
+    monkeypatch.setattr(vllm_proposer, "connect", refused)
+    monkeypatch.setattr(vllm_proposer, "_LOOK_EVERY_S", 0.01)
+    proposals = Proposals(options("127.0.0.1:1"))
+    closing.callback(proposals.close)
+    for _ in range(3):
+        assert tried.acquire(timeout=PATIENCE_S)
+    assert caplog.messages == ["no drafts from 127.0.0.1:1 until it is there: no name"]
 
 
 class Engine:

@@ -17,6 +17,7 @@ from engine.runner import ModelRunner
 
 pytestmark = pytest.mark.timeout(900)  # where nothing is compiled yet
 TARGETS = [(), ("alone",), ("turns",)]
+LOCAL = ["heads", "early-exit", "jacobi", "suffix", "ngram"]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,15 @@ def test_nothing_is_compiled_once_a_target_serves_with_a_draft_or_without(
     arguments: tuple[str, ...], started: dict[tuple[str, ...], Popen[str]]
 ) -> None:
     assert compiled_late(started[arguments]) == []
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_nothing_is_compiled_once_a_target_guesses_by_itself(name: str) -> None:
+    assert compiled_late(start("local", name)) == []
+
+
+def test_nothing_is_compiled_once_text_is_generated() -> None:
+    assert compiled_late(start("generate")) == []
 
 
 def test_nothing_is_compiled_once_vllm_asks_for_drafts(draft: ModelRunner) -> None:

@@ -1,13 +1,15 @@
 """A process of its own for tests.test_warm: a pair warms up, serves, and prints what was compiled, or loaded, only then.
 
-With the argument "alone", a target without a draft; with "turns", one that has it in its own process. With "proposer" and a
-draft service's address, what drafts for a vLLM.
+With the argument "alone", a target without a draft; with "turns", one that has it in its own process; with "local" and a
+name, one with that drafter of its own; with "generate", target and draft in one loop. With "proposer" and a draft service's
+address, what drafts for a vLLM.
 """
 
 import gc
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -20,8 +22,9 @@ from cluster.drafters import DraftConfig, make_drafter
 from cluster.link import memory_link
 from cluster.placement import Placement
 from cluster.vllm_proposer import Proposals, ProposerOptions
+from deployments.generate import OneProcess, Pair
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
-from tests.exact import DRAFT, TARGET
+from tests.exact import DRAFT, LOCALS, TARGET
 
 KINDS = [
     SamplingParams(0.0, max_tokens=48),
@@ -40,11 +43,15 @@ def compiled() -> Counter[str]:
     return Counter({f"{each.py_func.__module__}.{each.py_func.__qualname__}": len(each.overloads) for each in found})
 
 
-def serve(draft: DraftReplica | None, where: Placement, turns: bool = False) -> Counter[str]:
+def serve(draft: DraftReplica | None, where: Placement, how: Sequence[str] = ()) -> Counter[str]:
     """A target; what was compiled before it served."""
-    beside = TargetConfig(TARGET, "float32", places=("separate",))
-    own = TargetConfig(TARGET, "float32", places=("shared",), draft=DraftConfig(DRAFT, "float32"))
-    replica, _ = own_target(own if turns else beside, where, 0)
+    config = TargetConfig(TARGET, "float32", places=("separate",))
+    match how:
+        case ["turns"]:
+            config = replace(config, places=("shared",), draft=DraftConfig(DRAFT, "float32"))
+        case ["local", name]:
+            config = replace(config, local=LOCALS[name])
+    replica, _ = own_target(config, where, 0)
     if draft is not None:
         near, far = memory_link()
         draft.add_link(far)
@@ -56,9 +63,21 @@ def serve(draft: DraftReplica | None, where: Placement, turns: bool = False) -> 
             for number in range(first, first + at_once):
                 params = replace(KINDS[number % len(KINDS)], seed=number)
                 prompt = tuple(range(number + 1, number + 40)) * 2
-                replica.submit(GenerationRequest(f"{at_once}-{number}", prompt, params), ended.put)
+                documents = (prompt,) if number % 2 else ()
+                request = GenerationRequest(f"{at_once}-{number}", prompt, params, documents=documents)
+                replica.submit(request, ended.put)
             assert replica.wait_idle(120)
     replica.close()
+    return before
+
+
+def generate() -> Counter[str]:
+    """What the command does without replicas; what was compiled before its first request."""
+    engine = OneProcess(Pair(TARGET, DRAFT, "float32"), lambda _: None)
+    before = compiled()
+    for number, params in enumerate(KINDS):
+        for _ in engine.stream(GenerationRequest(str(number), tuple(range(1, 40)) * 2, params)):
+            pass
     return before
 
 
@@ -87,8 +106,10 @@ def main() -> None:
     where, arguments = Placement(cores=(0,)), sys.argv[1:]
     if arguments[:1] == ["proposer"]:
         before = propose(arguments[1])
+    elif arguments == ["generate"]:
+        before = generate()
     elif arguments:
-        before = serve(None, where, arguments == ["turns"])
+        before = serve(None, where, arguments)
     else:
         draft = DraftReplica(make_drafter(DraftConfig(DRAFT, "float32"), where), where)
         before = serve(draft, where)
