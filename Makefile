@@ -118,7 +118,7 @@ $(TRANSFORMERS)/.installed: benchmarks/requirements-transformers.txt | $(TRANSFO
 	$(TRANSFORMERS)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-transformers.txt
 	@touch $@
 
-# vLLM's pins and ours in one go. On machines with GPUs it is 'pip install "paceline[vllm]"' instead.
+# vLLM's pins and ours in one go. On machines with GPUs it is "pip install '.[vllm]'", in a checkout, instead.
 $(VLLM)/.installed-test: pyproject.toml $(VLLM)/.installed
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r benchmarks/requirements-vllm.txt \
 		-e '.[vllm]' pytest pytest-timeout hypothesis

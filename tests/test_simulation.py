@@ -17,13 +17,14 @@ from cluster.simulation.measured import check, load_measured, measured_plan
 from cluster.simulation.plan import Plan, compare, drafts_needed, drawn, recorded
 from cluster.simulation.script import Acceptance, Script, draw_scripts, load_scripts, save_scripts
 from cluster.simulation.target import Limits
-from deployments import cli
+from deployments import cli, simulate_preset
 from deployments.simulate_cli import simulate as simulate_command
 from deployments.simulate_preset import CHAINS, PUBLISHED, SEQUENTIAL_TPS, costs, fitted_rate, predict, sequential_tps
 from engine.drafters.model import Growing
 from engine.types import InvalidRequest
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 COSTS = Costs(parse_times("10", ""), parse_times("1", ""), latency_ms=0.1)
 GUESSES = Acceptance(0.8)
 MODES: tuple[Mode, ...] = ("plain", "sequential", "pipelined")
@@ -193,6 +194,23 @@ def test_the_preset_names_what_was_published_and_predicts_plain_decoding() -> No
     rows = predict(requests=1, prompt=8, output=32, seed=0)
     assert [row["published"]["pipelined"] for row in rows] == ["255.8", "225-276", "348"]
     assert rows[0]["predicted"]["plain"]["tps"] == pytest.approx(54.7, abs=0.1)
+
+
+def test_the_pages_have_what_the_preset_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first system: its rounded figures in docs/SIMULATE.md, and what is gained, which README.md has too."""
+    monkeypatch.setattr(simulate_preset, "PUBLISHED", PUBLISHED[:1])
+    page = (ROOT / "docs" / "SIMULATE.md").read_text()
+    assert "`paceline simulate --preset ssd-70b --requests 24`" in page
+    line = next(line for line in page.splitlines() if line.startswith("| predicted |"))
+    given = {name: each.default for name, each in signature(simulate_command).parameters.items()}
+    (row,) = predict(24, given["prompt_tokens"], given["output_tokens"], given["seed"])
+    tps = {mode: row["predicted"][mode]["tps"] for mode in ("plain", "sequential", "pipelined", "wider")}
+    figures = [float(cell.replace("*", "").split("(")[0]) for cell in line.strip("| ").split("|")[1:]]
+    assert figures == pytest.approx(list(tps.values()), abs=1)
+    gained, wider = (f"{tps[mode] / tps['sequential']:.2f}" for mode in ("pipelined", "wider"))
+    assert f"{gained}x" in page
+    assert f"{wider}x" in page
+    assert f"{gained}, simulated" in (ROOT / "README.md").read_text()
 
 
 def test_the_command_prints_the_modes_and_writes_them(tmp_path: Path) -> None:
