@@ -11,7 +11,7 @@ from rich.console import Console
 
 from deployments import training_cli
 from deployments.cli_errors import OneLineErrors, one_line_errors, runtime_errors
-from deployments.cli_options import DraftOption, DtypeOption, InvariantOption, TargetOption
+from deployments.cli_options import DraftOption, DtypeOption, InvariantOption, TargetOption, check_folder
 from deployments.draft_cli import draft
 from deployments.generate_cli import generate
 from deployments.simulate_cli import simulate
@@ -67,6 +67,7 @@ def demo(
 
         config = DemoConfig(target, draft, dtype, tokens, out, invariant)
         requests = load_requests(config, MODELS / "heldout.jsonl", context)
+        check_folder(out)
     with runtime_errors():
         run_demo(config, requests, Console(highlight=False))
 
@@ -74,7 +75,10 @@ def demo(
 @app.command()
 def serve(
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="YAML; see 'paceline config schema'")
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", exists=True, dir_okay=False, help="YAML; see 'paceline config schema'"
+        ),
     ] = None,
     target: Annotated[
         Path | None, typer.Option(metavar="DIR", help="checkpoint of the target, if not the bundled pair")
@@ -113,11 +117,13 @@ def serve(
         check_config(chosen)
         from torch.cuda import device_count
 
-        from deployments.serve import DeployError, check_ports, run_server
+        from deployments.serve import DeployError, check_ports, gcs_address, run_server
 
         if address is None:
             check_ports(chosen)
             chosen = on_gpus(chosen, device_count()) if config is None else chosen
+        else:
+            gcs_address(address)
     with runtime_errors(DeployError, ConnectionError):
         run_server(chosen, address, Console(stderr=True, highlight=False))
 
@@ -129,9 +135,16 @@ app.command()(training_cli.distill)
 app.command()(training_cli.heads)
 app.command()(training_cli.expand)
 
-config_app = typer.Typer(help="The configuration of 'paceline serve'.", no_args_is_help=True)
+config_app = typer.Typer()
 app.add_typer(config_app, name="config")
-ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", help="YAML")]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="YAML")]
+
+
+@config_app.callback(invoke_without_command=True)
+def config_root(context: typer.Context) -> None:
+    """The configuration of 'paceline serve'."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @config_app.command("schema")

@@ -34,9 +34,8 @@ class OneLineErrors(TyperGroup):
         except UsageError as error:
             if not standalone_mode:
                 raise
-            _complain(
-                f"{error.format_message().rstrip('.')}. See '{error.ctx.command_path if error.ctx else 'paceline'} --help'."
-            )
+            message = error.format_message().replace("Value error, ", "").rstrip(".")
+            _complain(f"{message}. See '{error.ctx.command_path if error.ctx else 'paceline'} --help'.")
             code = error.exit_code
         if standalone_mode:
             sys.exit(code or 0)

@@ -21,6 +21,7 @@ from pydantic import (
 
 from cluster.address import parse_address
 from cluster.vllm_options import VllmOptions
+from deployments.cli_options import MOST_KV_TOKENS, MOST_THREADS
 from deployments.keys import check_key, hidden
 from engine.checkpoint import MODELS
 from engine.choice import LEAST_KV_TOKENS, DrafterName, Weights, check_choice, check_weights
@@ -33,7 +34,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Placement = Literal["auto", "separate", "shared"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
-KVTokens = Annotated[int, Field(ge=LEAST_KV_TOKENS)]
+KVTokens = Annotated[int, Field(ge=LEAST_KV_TOKENS, le=MOST_KV_TOKENS)]
 # Absolute: replicas run in folders of their own.
 Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 File = Folder
@@ -79,7 +80,7 @@ class Resources(_Settings):
 
     cpus: float = Field(0.0, ge=0, description="cores that Ray sets aside; 0: replicas go where there is room")
     gpus: float = Field(0.0, ge=0, description="GPUs; 0: the model runs on CPU cores")
-    threads: PositiveInt = Field(1, description="of the model's CPU arithmetic")
+    threads: int = Field(1, ge=1, le=MOST_THREADS, description="of the model's CPU arithmetic")
     cores: tuple[NonNegativeInt, ...] = Field((), description="pins the model's thread, of a deployment of one replica")
     resources: CustomResources = Field(default_factory=dict, description="custom resources of Ray's, by name")
 
@@ -130,7 +131,9 @@ class TargetOptions(_Settings):
     """The target of a model."""
 
     checkpoint: Folder = Field(description="folder of the checkpoint")
-    engine: Literal["paceline", "vllm"] = Field("paceline", description="what runs it; vllm needs paceline[vllm]")
+    engine: Literal["paceline", "vllm"] = Field(
+        "paceline", description="what runs it; vllm needs pip install '.[vllm]'"
+    )
     dtype: Dtype = Field("auto", description="auto: bfloat16 where it is faster, else float32")
     invariant: bool = Field(False, description="bits that don't depend on how tokens are batched")
     kv_tokens: KVTokens = Field(32768, description="tokens that the KV pool of a replica holds")

@@ -1,5 +1,6 @@
 """Configurations of serving: read, chosen and checked once, before anything slow. Errors are one line that names a field."""
 
+import ssl
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.vllm_options import VllmOptions, check_options
+from deployments.cli_options import read_text
 from deployments.config import DraftOptions, Dtype, ServeConfig, TargetOptions
 from engine.checkpoint import ModelError, check_checkpoint
 from engine.choice import check_documents
@@ -26,11 +28,13 @@ def load_config(path: Path) -> ServeConfig:
     Raises ConfigError.
     """
     try:
-        values: Any = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        values: Any = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if values is None:
-        values = {}
+        raise ConfigError(f"{path} is empty")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings")
     return parse_config(_our_arguments(values) if "applications" in values else values)
@@ -106,6 +110,14 @@ def check_config(config: ServeConfig) -> None:
     for name, path in {**files, "api_keys_file": config.http.api_keys_file}.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"http.{name}: there is no file {path}")
+    if config.http.tls_certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                config.http.tls_certificate, config.http.tls_key, password=""
+            )
+        except OSError as error:
+            reason = f"it and tls_key must be PEM files that belong together, without a password: {error}"
+            raise ConfigError(f"http.tls_certificate: {reason}") from None
     if config.http.api_keys_file is not None:
         try:
             config.http.keys()

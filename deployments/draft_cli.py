@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from deployments.cli_errors import one_line_errors, runtime_errors
-from deployments.cli_options import GUESSING, DtypeOption
+from deployments.cli_options import GUESSING, MOST_KV_TOKENS, MOST_THREADS, DtypeOption
 from engine.checkpoint import MODELS
 from engine.choice import LEAST_KV_TOKENS, DrafterName, Weights
 
@@ -59,9 +59,10 @@ def draft(
         ),
     ] = "auto",
     kv_tokens: Annotated[
-        int, typer.Option(min=LEAST_KV_TOKENS, help="tokens whose KV is kept, all sessions together")
+        int,
+        typer.Option(min=LEAST_KV_TOKENS, max=MOST_KV_TOKENS, help="tokens whose KV is kept, all sessions together"),
     ] = 65536,
-    threads: Annotated[int, typer.Option(min=1, help="of the model's arithmetic on CPUs")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="of the model's arithmetic on CPUs")] = 1,
     gpu: Annotated[bool, typer.Option("--gpu", help="on the first GPU")] = False,
 ) -> None:
     """Serves drafts to a vLLM that you have already, or to any other target, until it is interrupted.

@@ -162,6 +162,8 @@ def prompt_tokens(prompt: str | tuple[int, ...], model: TextModel) -> tuple[int,
     """The token ids of a prompt. Raises InvalidRequest, or ContextExceeded when no output would fit behind it."""
     if isinstance(prompt, str) and len(prompt) > model.longest_prompt:  # to tokenize it would be work for nothing
         raise ContextExceeded("prompt", f"has {len(prompt)} characters; the model's context is {model.context} tokens")
+    if isinstance(prompt, str):
+        _check_encodable("prompt", prompt)
     tokens = tuple(model.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
     require(bool(prompt) and bool(tokens), "prompt", "must not be empty")
     known = min(tokens) >= 0 and max(tokens) < model.vocab_size
@@ -169,6 +171,14 @@ def prompt_tokens(prompt: str | tuple[int, ...], model: TextModel) -> tuple[int,
     if len(tokens) >= model.context:
         raise ContextExceeded("prompt", f"has {len(tokens)} tokens; the model's context is {model.context}")
     return tokens
+
+
+def _check_encodable(field: str, *texts: str) -> None:
+    """Raises InvalidRequest for what tokenizers don't take: a command line can hold any bytes."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, "must be UTF-8 text") from None
 
 
 def document_tokens(documents: tuple[str, ...], model: TextModel) -> tuple[tuple[int, ...], ...]:
@@ -224,6 +234,8 @@ def _params(fields: GenerationFields, tokenizer: PreTrainedTokenizerFast, max_to
     short = all(len(word) <= MAX_WORD_CHARACTERS for word in fields.bad_words)
     require(short and len(fields.bad_words) <= MAX_WORDS, "bad_words", f"at most {MAX_WORDS} short ones")
     require(all(fields.bad_words), "bad_words", "words must not be empty")
+    _check_encodable("bad_words", *fields.bad_words)
+    _check_encodable("stop", *fields.stop)
     return SamplingParams(
         fields.temperature,
         fields.top_k,
@@ -249,8 +261,8 @@ def _check_grammar(grammar: Grammar, model: TextModel, trusted: bool) -> None:
     """Raises InvalidRequest for a grammar that can't be used, or that nothing can follow."""
     if not trusted:
         require(grammar.kind in ("json_object", "json_schema"), "grammar", f"{grammar.kind} is not taken from clients")
-        if grammar.kind == "json_schema":
-            check_schema(grammar.text)
+    if grammar.kind == "json_schema":
+        check_schema(grammar.text)
     state = GrammarState(model.vocabulary.compile(grammar), set(), model.vocab_size)
     logits = torch.zeros(1, model.vocab_size)
     state.mask(logits, [()])

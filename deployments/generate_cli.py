@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import typer
 
 from deployments.cli_errors import one_line_errors, runtime_errors
-from deployments.cli_options import GUESSING, DraftOption, DtypeOption, InvariantOption, TargetOption
+from deployments.cli_options import GUESSING, DraftOption, DtypeOption, InvariantOption, TargetOption, read_text
 from engine.checkpoint import MODELS, check_checkpoint, check_pair
 from engine.choice import check_documents
 from engine.local_choice import LocalName, check_heads, check_local
-from engine.types import Grammar, require
+from engine.types import Grammar, InvalidRequest, require
 
 SHAPING = "What the output looks like"
 
@@ -55,7 +55,13 @@ def generate(
     ] = False,
     json_schema: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="the output is JSON that follows this schema", rich_help_panel=SHAPING),
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="the output is JSON that follows this schema",
+            rich_help_panel=SHAPING,
+        ),
     ] = None,
     regex: Annotated[
         str | None,
@@ -114,7 +120,7 @@ def generate(
       paceline generate 'import os' --local heads --heads models/code-target-heads --stats
     """
     with one_line_errors():
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = read_input() if prompt == "-" else prompt
         require(bool(text), "prompt", "must not be empty")
         grammar = chosen_grammar(json_object, json_schema, regex)
         pair_draft = draft if mode != "plain" else None
@@ -156,11 +162,20 @@ def generate(
         )
 
 
+def read_input() -> str:
+    """Standard input; raises InvalidRequest."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise InvalidRequest("prompt", "must be UTF-8 text") from None
+
+
 def chosen_grammar(json_object: bool, json_schema: Path | None, regex: str | None) -> Grammar | None:
     """What the output has to look like; raises InvalidRequest when more than one is asked for."""
+    require(regex != "", "regex", "must not be empty")
     chosen = [
         *([Grammar("json_object")] if json_object else []),
-        *([Grammar("json_schema", json_schema.read_text())] if json_schema is not None else []),
+        *([Grammar("json_schema", read_text(json_schema))] if json_schema is not None else []),
         *([Grammar("regex", regex)] if regex is not None else []),
     ]
     require(len(chosen) <= 1, "grammar", "only one of --json, --json-schema and --regex")

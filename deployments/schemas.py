@@ -1,4 +1,4 @@
-"""Which JSON schemas are taken from clients: those that the grammar follows to the letter, and that compile fast.
+"""Which JSON schemas are taken: those that the grammar follows to the letter, and that compile fast.
 
 xgrammar ignores what it does not know; a client would take the output for checked.
 """
@@ -67,7 +67,7 @@ def _plain(name: str) -> str:
 
 def _check_node(node: dict[str, Any]) -> None:
     for key in _EXPRESSIONS:
-        require(key not in node, "grammar", f"regular expressions ({key}) are not taken from clients")
+        require(key not in node, "grammar", f"regular expressions ({key}) are not supported in a schema")
     for key in _IGNORED:
         require(node.get(key, False) is False, "grammar", f"{key} is not supported in a schema")
     for key in _BOUNDS:

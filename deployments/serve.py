@@ -19,6 +19,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from rich.console import Console
 
+from cluster.address import parse_address
 from cluster.local import start_ray
 from deployments.app import INGRESS, registry_name
 from deployments.config import HttpOptions, ServeConfig
@@ -29,6 +30,7 @@ APPLICATION = "paceline"
 _POLL_S = 0.2
 _ASK_S = 5.0  # for an answer of all ingress replicas
 _LEAVE_S = 10.0  # for replicas without streams
+_CONNECT_S = 5.0  # to a Ray cluster, which would try it for minutes
 _LOOPBACK = "127.0.0.1"
 Progress = Callable[[str], None]
 
@@ -183,6 +185,13 @@ def base_url(http: HttpOptions) -> str:
     return f"{'https' if http.tls_certificate else 'http'}://{host}:{http.port}"
 
 
+def gcs_address(address: str) -> tuple[str, int] | None:
+    """Where a Ray cluster of this address listens, unless Ray has to find it. Raises ValueError for what is no address."""
+    if address in ("auto", "local") or address.startswith("ray://"):
+        return None
+    return parse_address(address, "--address")
+
+
 def _join(address: str | None) -> bool:
     """Connects to Ray; whether it was started here."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -192,8 +201,10 @@ def _join(address: str | None) -> bool:
         except Exception as error:  # noqa: BLE001  Ray has no class of its own for it; a busy machine is the usual cause
             raise DeployError(f"Ray could not be started: {str(error).splitlines()[0]}") from None
     try:
+        if (listening := gcs_address(address)) is not None:
+            socket.create_connection(listening, _CONNECT_S).close()
         ray.init(address=address, log_to_driver=False)
-    except ConnectionError:
+    except OSError:
         raise DeployError(
             f"no Ray at {address} that takes us in: is it there, is this one of its machines, and, if it asks for a token, "
             "are RAY_AUTH_MODE=token and the token here?"

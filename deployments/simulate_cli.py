@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from deployments.cli_errors import one_line_errors
+from deployments.cli_options import MOST_KV_TOKENS, check_file
 
 COSTS, GUESSES, LOAD = "What things cost", "How good the draft is", "What runs"
 
@@ -76,7 +77,9 @@ def simulate(
     requests: Annotated[int | None, typer.Option(min=1, help="per target", show_default="4 per stream; 64")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, max=100_000, rich_help_panel=LOAD, help="per request")] = 128,
     output_tokens: Annotated[int, typer.Option(min=2, max=100_000, rich_help_panel=LOAD, help="per request")] = 256,
-    kv_tokens: Annotated[int, typer.Option(min=256, help="that fit in a target", rich_help_panel=LOAD)] = 131_072,
+    kv_tokens: Annotated[
+        int, typer.Option(min=256, max=MOST_KV_TOKENS, help="that fit in a target", rich_help_panel=LOAD)
+    ] = 131_072,
     chains: Annotated[str, typer.Option(help="draft tokens per step that sequential speculation tries")] = "2,3,5,8",
     window: Annotated[int, typer.Option(min=1, max=512, help="draft tokens verified per step at most")] = 31,
     rows: Annotated[int, typer.Option(min=1, max=512, help="nodes expanded per draft step")] = 8,
@@ -137,4 +140,6 @@ def simulate(
             preset=preset,
             seed=seed,
         )
+        if json_file is not None:
+            check_file(json_file, "json")
         run(options, Console(highlight=False), json_file)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from deployments.cli_errors import one_line_errors
-from deployments.cli_options import TargetOption
+from deployments.cli_options import TargetOption, check_folder
 from engine.checkpoint import MODELS, check_checkpoint, check_pair
 from engine.types import require
 
@@ -51,6 +51,8 @@ def train(
     )
     with one_line_errors():
         require(device != "cuda" or torch.cuda.is_available(), "device", "there is no CUDA device here")
+        check_folder(out)
+        check_folder(work, "work")
         figures = run(config)
     typer.echo(f"held-out loss {figures['held_out_loss']:.3f}, agreement {figures['agreement']:.3f}")
     typer.echo(f"written: {out}/code-target, {out}/code-draft")
@@ -86,6 +88,8 @@ def distill(
     """
     with one_line_errors():
         check_pair(target, draft)
+        check_folder(out)
+        check_folder(work, "work")
         from transformers.utils import logging as transformers_logging
 
         from engine.distill import DistillConfig
@@ -138,6 +142,8 @@ def heads(
     """
     with one_line_errors():
         check_checkpoint(target)
+        check_folder(out)
+        check_folder(work, "work")
         from transformers.utils import logging as transformers_logging
 
         from engine.train_heads import HeadsConfig, train_heads
@@ -185,6 +191,7 @@ def expand(
     """
     with one_line_errors():
         check_checkpoint(model)
+        check_folder(out)
         from engine.expand import expand as run
 
         parameters = run(model, layers, out, hidden_size, intermediate_size)

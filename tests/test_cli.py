@@ -4,6 +4,7 @@ import inspect
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from cluster.trace import Kind, Span
 from deployments import cli, demo_view, timeline
 from deployments.demo import Results
 from deployments.figures import Figures
-from deployments.generate import Pair, start
+from deployments.generate import GenerationFailed, Pair, start, write
 from deployments.training_cli import train
 from engine.checkpoint import MODELS
 from engine.types import GenerationRequest, SamplingParams
@@ -55,6 +56,7 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["heads", "-h"], "--sequence-length"),
         (["draft", "-h"], "retrieval"),
         (["simulate", "-h"], "--target-ms"),
+        (["config"], "schema"),
         (["--version"], "paceline"),
         (["version"], "paceline"),
     ],
@@ -77,6 +79,9 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["generate"], "PROMPT"),
         (["generate", ""], "PROMPT: must not be empty"),
         (["generate", "-"], "PROMPT: must not be empty"),
+        (["generate", "\udcff"], "PROMPT: must be UTF-8 text"),
+        (["generate", "x", "--bad-word", "\udcff"], "--bad-word: must be UTF-8 text"),
+        (["generate", "x", "--stop", "\udcff"], "--stop: must be UTF-8 text"),
         (["generate", "x", "--temperature", "-1"], "--temperature: must be between"),
         (["generate", "x", "--temperature", "nan"], "--temperature"),
         (["generate", "x", "--temperature", "warm"], "--temperature"),
@@ -91,20 +96,26 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty"),
         (["generate", "x", "--regex", "[a-z"], "the regex can't be used"),
         (["generate", "x", "--regex", "a", "--json"], "only one of"),
+        (["generate", "x", "--regex", ""], "--regex: must not be empty"),
         (["generate", "x", "--window", "wide"], "--window: must be goodput"),
         (["generate", "x", "--window", "off", "--mode", "plain"], "--window: only in pipelined mode"),
         (["generate", "x", "--local", "heads"], "the drafter heads needs heads"),
         (["generate", "x", "--local", "jacobi", "--mode", "plain"], "--local: only in pipelined mode"),
-        (["generate", "x", "--json-schema", "no/such/file"], "no/such/file"),
-        (["generate", "x", "--mode", "fast"], "--mode"),
+        (["generate", "x", "--json-schema", "no/such/file"], "--json-schema': file 'no/such/file' does not exist"),
+        (["generate", "x", "--json-schema", "/dev/zero"], "/dev/zero is larger than 4 MiB"),
+        (["generate", "x", "--mode", "fast"], "'--mode': 'fast' is not one of"),
         (["generate", "x", "--dtype", "int8"], "--dtype"),
         (["generate", "x", "--target", "no/such/folder"], "no model at no/such/folder"),
         (["generate", "x", "--draft", "no/such/folder"], "no model at no/such/folder"),
         (["demo", "--draft", "no/such/folder"], "no model at no/such/folder"),
+        (["demo", "--out", "/proc/x"], "--out: /proc/x can't be written"),
         (["demo", "--tokens", "5000"], "--tokens"),
         (["demo", "--tokens", "many"], "--tokens"),
         (["train", "--steps", "0"], "--steps"),
+        (["train", "--out", "/proc/x"], "--out: /proc/x can't be written"),
+        (["train", "--work", __file__], f"--work: {__file__} can't be written"),
         (["distill"], "--out"),
+        (["distill", "--out", "/proc/x"], "--out: /proc/x can't be written"),
         (["distill", "--out", "x", "--draft", "no/such/folder"], "no model at no/such/folder"),
         (["draft", "--drafter", "guess"], "--drafter"),
         (["draft", "--drafter", "retrieval"], "the drafter retrieval needs documents"),
@@ -115,6 +126,8 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["draft", "--drafter", "retrieval", "--documents", __file__], "name its folder by --tokenizer"),
         (["draft", "--tokenizer", "no/such/folder"], "--tokenizer: no/such/folder has no tokenizer.json"),
         (["draft", "--model", "no/such/folder"], "no model at no/such/folder"),
+        (["draft", "--threads", "100000"], "--threads"),
+        (["draft", "--kv-tokens", str(10**18)], "--kv-tokens"),
         (["draft", "--weights", "int2"], "--weights"),
         (["draft", "--weights", "int4"], "weights int4: only on GPUs"),
         (["draft", "--weights", "int4", "--gpu", "--dtype", "float32"], "weights int4: not in float32"),
@@ -135,7 +148,16 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["simulate", "--profile", __file__], "holds no recording"),
         (["simulate", "--measured", __file__], "was not written by benchmarks/pipeline.py"),
         (["simulate", "--preset", "gpt"], "--preset"),
+        (["simulate", "--kv-tokens", str(10**18)], "--kv-tokens"),
+        (["simulate", "--json", "/proc/x.json"], "--json: /proc can't be written"),
+        (["simulate", "--json", str(ROOT)], f"--json: {ROOT} can't be written"),
         (["heads", "no/such/folder", "--out", "x"], "no model at no/such/folder"),
+        (["heads", str(MODELS / "code-target"), "--out", "/proc/x"], "--out: /proc/x can't be written"),
+        (["expand", str(MODELS / "code-target"), "--layers", "9", "--out", "/proc/x"], "--out: /proc/x can't be"),
+        (["serve", "--address", "nowhere"], "--address: 'nowhere' is not HOST:PORT"),
+        (["serve", "--config", ""], "--config"),
+        (["config", "check", ""], "'FILE': file '' is a directory"),
+        (["config", "check", "/dev/zero"], "/dev/zero is larger than 4 MiB"),
         (["unserve"], "unserve"),
         (["--loud"], "--loud"),
     ],
@@ -147,6 +169,36 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], text: str) 
     assert result.stderr.startswith("paceline: ")
     assert result.stderr.count("\n") == 1
     assert text in result.stderr
+
+
+def test_standard_input_of_another_encoding_is_refused() -> None:
+    result = CliRunner().invoke(cli.app, ["generate", "-"], input=b"\xff\xfe", prog_name="paceline")
+    assert (result.exit_code, result.stderr) == (2, "paceline: PROMPT: must be UTF-8 text\n")
+
+
+def test_a_schema_that_is_not_followed_to_the_letter_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["a", "b"], "not": {"const": "a"}}')
+    result = run("generate", "x", "--json-schema", str(file), "--mode", "plain")
+    assert (result.exit_code, result.stderr) == (2, "paceline: grammar: not is not supported in a schema\n")
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    shutil.copytree(MODELS / "code-target", tmp_path, dirs_exist_ok=True)
+    for content, reason in (("{}", "KeyError: 'added_tokens'"), ("no JSON", "JSONDecodeError")):
+        (tmp_path / "tokenizer.json").write_text(content)
+        result = run("generate", "x", "--target", str(tmp_path), "--mode", "plain")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"paceline: {tmp_path}/tokenizer.json can't be read: {reason}")
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("buffering", [-1, 1])
+def test_an_output_that_cannot_be_written_ends_the_stream(buffering: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(GenerationFailed, match="standard output can't be written: No space left"):
+            write("some text\n")
 
 
 def test_models_with_different_vocabularies_are_refused(tmp_path: Path) -> None:

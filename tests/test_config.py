@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from ray.serve._private import constants
+from rich.console import Console
 from typer.testing import CliRunner
 
 from deployments import cli
@@ -20,7 +22,7 @@ from deployments.config import ServeConfig
 from deployments.config_load import ConfigError, check_config, chosen_config, load_config, on_gpus, parse_config
 from deployments.ingress import fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
-from deployments.serve import base_url, check_ports, serve_schema
+from deployments.serve import DeployError, base_url, check_ports, gcs_address, run_server, serve_schema
 from tests import exact
 
 PAIR_TARGET = {"checkpoint": str(exact.TARGET)}
@@ -135,6 +137,12 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (("models", 0, "draft", "scaling"), {"ratio": float("inf")}, "scaling.ratio: Input should be a finite number"),
         (("http", "resources"), {"ingress": float("inf")}, "http.resources.ingress: Input should be a finite number"),
         (("models", 0, "target", "kv_tokens"), 100, "models.0.target.kv_tokens: Input should be greater than or equal"),
+        (("models", 0, "draft", "kv_tokens"), 10**18, "models.0.draft.kv_tokens: Input should be less than or equal"),
+        (
+            ("models", 0, "target", "replicas"),
+            {"threads": 100000},
+            "models.0.target.replicas.threads: Input should be less than or equal to 1024",
+        ),
         (("models", 0, "draft", "kv_tokens"), 512, "models.0.draft.kv_tokens: Input should be greater than or equal"),
     ],
 )
@@ -232,7 +240,14 @@ def test_api_keys_are_read_and_never_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- 1", "holds no settings"), ("a: [", "can't be read"), ("applications: []", "0 have the import_path")],
+    [
+        ("", "is empty"),
+        ("# none\n", "is empty"),
+        ("- 1", "holds no settings"),
+        ("\0", "can't be read"),
+        ("a: [", "can't be read"),
+        ("applications: []", "0 have the import_path"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -257,6 +272,29 @@ def test_a_port_in_use_is_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"http.port: {port} can't be had on 127.0.0.1"):
             check_ports(parse_config(changed("http", "port", to=port)))
+
+
+def test_a_certificate_and_a_key_are_loaded(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    certificate, key = tmp_path / "certificate", tmp_path / "key"
+    made = ["-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", "req", "-x509", *made], check=True, capture_output=True)
+    pair = parse_config(changed("http", to={"tls_certificate": str(certificate), "tls_key": str(key)}))
+    check_config(pair)
+    for broken in (key, certificate):
+        broken.write_text("no PEM")
+        with pytest.raises(ConfigError, match=r"http.tls_certificate: it and tls_key must be PEM files"):
+            check_config(pair)
+
+
+def test_a_ray_cluster_that_is_not_there_is_told_at_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(DeployError, match=f"no Ray at {address}"):
+            run_server(ServeConfig(), address, Console(quiet=True))
+    assert [gcs_address(each) for each in ("auto", "ray://there:1", "there:1")] == [None, None, ("there", 1)]
 
 
 def test_options_choose_a_pair_or_a_file(tmp_path: Path) -> None:
@@ -364,7 +402,9 @@ def test_what_vllm_is_not_asked_is_refused_before_it_is_looked_for() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_an_engine_that_is_not_installed_is_told_with_what_to_install() -> None:
     vllm = {**PAIR_TARGET, "engine": "vllm"}
-    with pytest.raises(ConfigError, match=r"models.0.target: the engine vllm is not installed: .*paceline\[vllm\]"):
+    with pytest.raises(
+        ConfigError, match=r"models.0.target: the engine vllm is not installed: pip install '.\[vllm\]'"
+    ):
         check_config(parse_config(changed("models", 0, "target", to=vllm)))
 
 

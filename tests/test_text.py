@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from engine.checkpoint import ModelError
 from engine.text import StopStrings, TextStream, load_tokenizer
 
 TEXTS = ["def f(x):\n\treturn x  # ok\n", "Grüße, 世界 👩‍👩‍👧 \u0301e", "", "\x00\x7f<|endoftext|>\r\n", "a" * 50]
@@ -85,7 +86,7 @@ def test_what_gives_no_text_does_not_pile_up(
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises((ValueError, OSError)):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
