@@ -17,9 +17,24 @@ _VALUES = ("const", "enum", "default", "examples")  # keywords that hold values,
 _EXPRESSIONS = ("pattern", "patternProperties")
 _IGNORED = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas"),
-    *("contains", "uniqueItems", "multipleOf", "propertyNames"),
+    *("contains", "uniqueItems", "multipleOf", "propertyNames", "$dynamicRef"),
 )
 _BOUNDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ALONE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum")  # what the grammar follows is the first of these alone
+_SAYING = (
+    *("type", "format", "properties", "required", "additionalProperties", "unevaluatedProperties"),
+    *("items", "prefixItems", "unevaluatedItems", *_BOUNDS, *_LIMITS, *_ALONE),
+)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
 
 
 def check_schema(text: str) -> None:
@@ -80,7 +95,41 @@ def _check_node(node: dict[str, Any]) -> None:
     reference = node.get("$ref", "#")
     inside = isinstance(reference, str) and reference.startswith("#") and "~" not in reference
     require(inside, "grammar", "$ref must point into the schema, with #")
+    _check_alone(node)
+    _check_typed(node)
     _check_required(node)
+
+
+def _check_alone(node: dict[str, Any]) -> None:
+    alone = next((key for key in _ALONE if key in node), None)
+    if alone is None:
+        return
+    beside = [key for key in _SAYING if key in node and key != alone]
+    if alone in ("const", "enum"):
+        values = [node["const"]] if alone == "const" else node["enum"]
+        require(isinstance(values, list) and bool(values), "grammar", "enum must be a list of values")
+        if all(_is_of(value, node.get("type")) for value in values):
+            beside = [key for key in beside if key != "type"]
+    require(not beside, "grammar", f"{', '.join(beside)} is not supported beside {alone}")
+
+
+def _is_of(value: Any, names: Any) -> bool:
+    """Whether a value is of a type, or of one of several."""
+    if isinstance(names, list):
+        return any(_is_of(value, name) for name in names)
+    kinds = _TYPES.get(names, ()) if isinstance(names, str) else ()
+    return isinstance(value, kinds) and (isinstance(value, bool) <= (bool in kinds))
+
+
+def _check_typed(node: dict[str, Any]) -> None:
+    """What is said of values of one type is followed where the type is named."""
+    if "type" not in node:
+        untyped = [key for key in (*_BOUNDS, *_LIMITS) if key in node]
+        untyped += ["required"] if "required" in node and "properties" not in node else []
+        require(not untyped, "grammar", f"{', '.join(untyped)} needs a type beside it")
+    if "format" in node:
+        lengths = [key for key in ("minLength", "maxLength") if key in node]
+        require(not lengths, "grammar", f"{', '.join(lengths)} is not supported beside format")
 
 
 def _check_required(node: dict[str, Any]) -> None:

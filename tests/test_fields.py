@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 import pytest
+import xgrammar
 from transformers import PreTrainedTokenizerFast
+from xgrammar.testing import _is_grammar_accept_string
 
 from deployments.fields import (
     ContextExceeded,
@@ -117,6 +119,45 @@ def test_an_impossible_schema_is_refused(model: TextModel, value: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "forbidden"),
+    [
+        ({"minLength": 5, "type": "string"}, "a"),
+        ({"minLength": 5}, "a"),
+        ({"maxItems": 1}, [1, 2]),
+        ({"minimum": 5}, 3),
+        ({"type": "number", "minimum": 5}, 4.9),
+        ({"type": "integer", "exclusiveMinimum": 5}, 5),
+        ({"type": ["string", "integer"], "minimum": 5}, 3),
+        ({"required": ["a"]}, {"b": 1}),
+        ({"type": "object", "required": ["a"]}, {"b": 1}),
+        ({"properties": {"a": {"type": "integer"}}}, {"a": "x"}),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}, {"a": 1, "b": 1}),
+        ({"type": "object", "unevaluatedProperties": False, "properties": {"a": {}}}, {"b": 1}),
+        ({"type": "array", "prefixItems": [{"type": "string"}], "items": False}, ["a", 1]),
+        ({"type": "string", "format": "date"}, "today"),
+        ({"type": "string", "format": "date", "maxLength": 3}, "2020-01-01"),
+        ({"type": "integer", "enum": ["a"]}, "a"),
+        ({"type": "integer", "enum": [True]}, True),
+        ({"type": "integer", "enum": [1, 2], "minimum": 2}, 1),
+        ({"type": "string", "const": "", "minLength": 1}, ""),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}], "type": "integer"}, "a"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}], "maxLength": 1}, "abc"),
+        ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, {}),
+        ({"allOf": [{"type": "string"}], "maxLength": 1}, "abc"),
+        ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {"type": "string"}}}, "abc"),
+        ({"$dynamicRef": "#a"}, 1),
+    ],
+)
+def test_a_schema_that_is_taken_is_followed(model: TextModel, value: Any, forbidden: Any) -> None:
+    try:
+        made(model, grammar=schema(value))
+    except InvalidRequest:
+        return
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(value))
+    assert not _is_grammar_accept_string(grammar, json.dumps(forbidden))
+
+
 def test_a_schema_nested_without_end_is_refused(model: TextModel) -> None:
     for deep in ('{"items":' * 200 + "{}" + "}" * 200, '{"items":' * 9000 + "{}" + "}" * 9000, "{"):
         with pytest.raises(InvalidRequest):
@@ -129,7 +170,10 @@ def test_a_schema_nested_without_end_is_refused(model: TextModel) -> None:
         {"type": "object", "properties": {"pattern": {"type": "string"}, "not": {"type": "integer"}}},
         {"type": "object", "properties": {"a": {"const": {"pattern": "x"}}}, "required": ["a"]},
         {"$defs": {"a": {"type": "string", "maxLength": 5}}, "type": "array", "items": {"$ref": "#/$defs/a"}},
-        {"anyOf": [{"type": "null"}, {"type": "integer"}]},
+        {"anyOf": [{"type": "null"}, {"type": "integer"}], "default": None, "title": "A"},
+        {"type": ["string", "null"], "enum": ["a", None], "description": "one or none"},
+        {"type": "number", "const": 1},
+        {"$ref": "#/$defs/a", "description": "a", "$defs": {"a": {"type": "string"}}},
         True,
     ],
 )
