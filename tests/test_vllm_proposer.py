@@ -23,6 +23,7 @@ from cluster.target_state import TargetState
 from cluster.vllm_mended import spread
 from cluster.vllm_proposer import ADDRESSES, WAIT_MS, Proposals, ProposerOptions, RemoteProposer
 from cluster.vllm_target import binding
+from cluster.warm import warm_up_drafter
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
@@ -138,7 +139,8 @@ def test_a_service_that_is_not_there_is_told_once(
     closing.callback(proposals.close)
     for _ in range(3):
         assert tried.acquire(timeout=PATIENCE_S)
-    assert caplog.messages == ["no drafts from 127.0.0.1:1 until it is there: no name"]
+    told = [record.getMessage() for record in caplog.records if record.name == vllm_proposer.__name__]
+    assert told == ["no drafts from 127.0.0.1:1 until it is there: no name"]
 
 
 class Engine:
@@ -198,7 +200,9 @@ def test_proposals_over_grpc_are_mostly_right_also_after_the_service_was_replace
     proposals = None
     for _ in range(2):  # the second service takes the first one's place
         with ExitStack() as service:
-            replica = DraftReplica(ModelDrafter(draft))
+            drafter = ModelDrafter(draft)
+            warm_up_drafter(drafter)
+            replica = DraftReplica(drafter)
             service.callback(replica.close)
             server = DraftServer("127.0.0.1", int(address.rpartition(":")[2] or 0), replica.add_link)
             service.callback(server.stop)
@@ -207,7 +211,6 @@ def test_proposals_over_grpc_are_mostly_right_also_after_the_service_was_replace
                 proposals = Proposals(options(address))
                 closing.callback(proposals.close)
             until(lambda: connected(proposals, 1), "the service is found")  # noqa: B023
-            # Its first steps load what was compiled, which takes longer than a whole text where the machine is busy.
             until(lambda: any(proposals.propose([row(*prompts[0])], [True])), "it drafts")  # noqa: B023
             engine = Engine(prompts, texts)
             engine.run(proposals)
