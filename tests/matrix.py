@@ -9,15 +9,18 @@ replicas killed, and through a server. The tests run a sample of it.
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain as chained
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.best_place import PLACES, Place
 from cluster.draft import DraftReplica
@@ -103,7 +106,6 @@ def engine_matrix(
         for batch in BATCHES:
             for name, make in speculations.items():
                 yield Comparison(f"T={temperature} batch={batch} {name}", partial(in_process, plain, make, batch))
-    assert draft.pool.used_pages == 0, "a drafter holds pages"
 
 
 def beside_transformers(runner: ModelRunner, prompts: Sequence[Tokens], tokens: int) -> Result:
@@ -161,7 +163,6 @@ def pipeline_matrix(
                 for name, window in WINDOWS.items():
                     case = partial(two_replicas, plain, draft, link, batch, window)
                     yield Comparison(f"T={temperature} {link} batch={batch} {name}", case)
-    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
 def two_replicas(plain: Plain, draft: ModelRunner, link: str, batch: int, window: Callable[[], Window]) -> Result:
@@ -198,7 +199,6 @@ def local_matrix(
             for batch in (1, 8):
                 case = partial(with_places, plain, draft, places, batch)
                 yield Comparison(f"T={temperature} draft {' '.join(places)} batch={batch}", case)
-    assert draft.pool.used_pages == runner.pool.used_pages == 0, "a replica holds pages"
 
 
 def with_local_drafter(
@@ -266,18 +266,84 @@ def digest(conditions: Sequence[int]) -> str:
     return held.hexdigest()[:16]
 
 
+class Matrix:
+    """The cases of one part, or of all of them ("all"), in one process."""
+
+    def __init__(self, part: str, prompts: int, tokens: int, count: int) -> None:
+        """Loads both models. prompts: how many, tokens: for each, count: of prompts through a server."""
+        torch.set_num_threads(1)
+        self._runner = runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 1024)
+        self._draft = draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
+        texts = load_prompts(prompts)
+        together: dict[str, Callable[[], Iterator[Comparison]]] = {
+            "engine": lambda: engine_matrix(runner, draft, texts, tokens),
+            "ties": lambda: ties_matrix(texts, tokens),
+            "pipeline": lambda: chained(
+                pipeline_matrix(runner, draft, texts, tokens), local_matrix(runner, draft, texts, tokens)
+            ),
+        }
+        self._alone: dict[str, Callable[[], Iterator[Comparison]]] = {
+            "faults": lambda: faults_matrix(runner, texts[:STREAMS], tokens),
+            "served": lambda: served_matrix(runner, load_prompts(count), tokens),
+        }
+        self._part = part
+        self.together = {case.name: case for name, make in together.items() if part in (name, "all") for case in make()}
+
+    def alone(self) -> Iterator[Comparison]:
+        """Cases that start processes of their own, so that nothing else is to run beside them, one after the other."""
+        for name, make in self._alone.items():
+            if self._part in (name, "all"):
+                yield from make()
+
+    def run(self, case: Comparison) -> Result:
+        """Behind it nobody holds pages."""
+        result = case.run()
+        assert self._runner.pool.used_pages == self._draft.pool.used_pages == 0, f"{case.name}: pages are held"
+        return result
+
+
+_matrix: Matrix | None = None  # of a process that runs cases for another
+
+
+def _prepare(conditions: tuple[str, int, int, int]) -> None:
+    global _matrix
+    _matrix = Matrix(*conditions)
+
+
+def _run(name: str) -> Result:
+    assert _matrix is not None
+    return _matrix.run(_matrix.together[name])
+
+
+def in_processes(
+    names: Sequence[str], conditions: tuple[str, int, int, int], jobs: int
+) -> Iterator[tuple[str, Result]]:
+    """Results of cases that need one core each, in the order in which they come."""
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (conditions,)) as pool:
+        running = {pool.submit(_run, name): name for name in names}
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
 def main() -> int:
     """Exits with 1 when an output is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m tests.matrix"
     )
     parser.add_argument("--prompts", type=int, default=200, help="how many of the bundled prompts (200)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate for each (128)")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate for each (32)")
     parser.add_argument("--count", type=int, default=100, help="how many of them through a server (100)")
     parser.add_argument(
         "--part", choices=["engine", "ties", "pipeline", "faults", "served", "all"], default="all", help="what to run"
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their name, as 'T=0.7 '")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that run cases, one core each (as many as there are cores)",
+    )
     parser.add_argument(
         "--results",
         type=Path,
@@ -286,38 +352,37 @@ def main() -> int:
         help="keeps what was equal; the same command leaves it out, unless the code has changed (build/exact)",
     )
     arguments = parser.parse_args()
-    results = Results(arguments.results, (arguments.prompts, arguments.tokens, arguments.count))
-    torch.set_num_threads(1)
-    console = Console(soft_wrap=True)
-    if results.equal:
-        console.print(f"equal before, and left out: {len(results.equal)} ({results.path})")
-    runner = ModelRunner(TARGET, dtype="float32", invariant=True, kv_tokens=8 * 1024)
-    draft = ModelRunner(DRAFT, dtype="float32", kv_tokens=8 * 1024)
-    prompts, tokens = load_prompts(arguments.prompts), arguments.tokens
-    parts: dict[str, Callable[[], Iterator[Comparison]]] = {
-        "engine": lambda: engine_matrix(runner, draft, prompts, tokens),
-        "ties": lambda: ties_matrix(prompts, tokens),
-        "pipeline": lambda: chained(
-            pipeline_matrix(runner, draft, prompts, tokens), local_matrix(runner, draft, prompts, tokens)
-        ),
-        "faults": lambda: faults_matrix(runner, prompts[:STREAMS], tokens),
-        "served": lambda: served_matrix(runner, load_prompts(arguments.count), tokens),
-    }
+    conditions = (arguments.prompts, arguments.tokens, arguments.count)
+    results, matrix = Results(arguments.results, conditions), Matrix(arguments.part, *conditions)
     wrong: list[str] = []
-    for part, matrix in parts.items():
-        if arguments.part not in (part, "all"):
-            continue
-        for case in matrix():
-            if arguments.only not in case.name or case.name in results.equal:
-                continue
-            told, found = case.run()
-            console.print(f"{case.name}, {told}: " + (f"WRONG {found}" if found else "equal"))
-            if found:
-                wrong.append(case.name)
-            else:
-                results.add(case.name, told)
-    if wrong:
-        console.print(f"WRONG: {', '.join(wrong)}")
+
+    def is_left(name: str) -> bool:
+        return arguments.only in name and name not in results.equal
+
+    def tell(name: str, result: Result) -> None:
+        told, found = result
+        progress.print(f"{name}, {told}: " + (f"WRONG {found}" if found else "equal"), soft_wrap=True)
+        progress.advance(task)
+        if found:
+            wrong.append(name)
+        else:
+            results.add(name, told)
+
+    left = [name for name in matrix.together if is_left(name)]
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left:", TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        if results.equal:
+            progress.print(f"equal before, and left out: {len(results.equal)} ({results.path})", soft_wrap=True)
+        task = progress.add_task("cases", total=len(left))
+        if arguments.jobs > 1:
+            for name, result in in_processes(left, (arguments.part, *conditions), arguments.jobs):
+                tell(name, result)
+        else:
+            for name in left:
+                tell(name, matrix.run(matrix.together[name]))
+        for case in filter(lambda case: is_left(case.name), matrix.alone()):
+            tell(case.name, matrix.run(case))
+        progress.print(f"WRONG: {', '.join(wrong)}" if wrong else "all equal", soft_wrap=True)
     return 1 if wrong else 0
 
 

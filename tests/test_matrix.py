@@ -7,7 +7,8 @@ import pytest
 
 from tests import exact, matrix
 
-ARGUMENTS = ["matrix", "--part", "engine", "--prompts", "2", "--tokens", "6", "--only", "T=0.0 batch=4 ngram-3"]
+ONE_CASE = "T=0.0 batch=4 ngram-3"
+ARGUMENTS = ["matrix", "--part", "engine", "--prompts", "2", "--tokens", "6", "--jobs", "1", "--only", ONE_CASE]
 
 
 def test_a_divergence_outside_invariant_mode_is_a_tie_in_bfloat16(prompts: list[exact.Tokens]) -> None:
@@ -21,7 +22,7 @@ def test_what_was_equal_is_left_out_the_next_time_unless_the_code_has_changed(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [*ARGUMENTS, "--results", str(tmp_path / "there")])
     assert matrix.main() == 0
-    assert "T=0.0 batch=4 ngram-3" in capsys.readouterr().out
+    assert ONE_CASE in capsys.readouterr().out
     assert matrix.main() == 0
     again = capsys.readouterr().out
     assert "left out: 1 (" in again
@@ -29,6 +30,17 @@ def test_what_was_equal_is_left_out_the_next_time_unless_the_code_has_changed(
     monkeypatch.setattr(matrix, "digest", lambda conditions: "other")
     assert matrix.main() == 0
     assert "ngram-3" in capsys.readouterr().out
+
+
+def test_cases_run_in_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", [*ARGUMENTS[:-4], "--jobs", "2", "--only", "batch=4 ngram-3", "--results", str(tmp_path)]
+    )
+    assert matrix.main() == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": equal") == 3, printed
 
 
 def test_a_wrong_output_is_told_and_not_kept(
