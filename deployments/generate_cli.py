@@ -65,7 +65,11 @@ def generate(
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="the output matches this expression", rich_help_panel=SHAPING),
+        typer.Option(
+            metavar="PATTERN",
+            help="the output matches this regular expression, without lookaheads and the like",
+            rich_help_panel=SHAPING,
+        ),
     ] = None,
     mode: Annotated[
         Mode,

@@ -13,11 +13,12 @@ import torch
 import xgrammar
 from transformers import PreTrainedTokenizerFast
 
-from engine.types import Grammar, InvalidRequest
+from engine.types import Grammar, InvalidRequest, require
 
 _CACHE_BYTES = 256 * 1024 * 1024  # of compiled grammars
 _MOST_BEGUN = 256  # grammars that are known to be compiled
 _MOST_WHITESPACE = 24  # characters in a row in JSON: small models would go on with it for ever
+_ESCAPED = "acdefnrstuvwxDSW"  # letters that xgrammar knows behind a backslash; it takes others for themselves
 _WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.\w+:\d+: ")  # in front of xgrammar's messages
 
 
@@ -56,12 +57,24 @@ class Vocabulary:
                     schema = grammar.text or '{"type": "object"}'
                     return self._compiler.compile_json_schema(schema, max_whitespace_cnt=_MOST_WHITESPACE)
                 case "regex":
+                    _check_regex(grammar.text)
                     return self._compiler.compile_regex(grammar.text)
                 case "ebnf":
                     return self._compiler.compile_grammar(grammar.text)
         except (RuntimeError, ValueError) as error:
             message = _WHERE.sub("", " ".join(str(error).split()))
             raise InvalidRequest("grammar", f"the {grammar.kind} can't be used: {message[:300]}") from error
+
+
+def _check_regex(text: str) -> None:
+    """Raises InvalidRequest for what xgrammar would read as something else, with a mere warning; it refuses the rest."""
+    for escape in re.findall(r"\\.", text, re.DOTALL):
+        known = not (escape[1].isascii() and escape[1].isalnum()) or escape[1] in _ESCAPED
+        require(known, "grammar", f"the regex can't be used: {escape} is not supported")
+    outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "_", text, flags=re.DOTALL)  # no escapes, no sets of characters
+    inner = outside.removeprefix("^").removesuffix("$")
+    anchored = "^" in inner or "$" in inner
+    require(not anchored, "grammar", "the regex can't be used: ^ and $ are supported at its two ends only")
 
 
 class GrammarState:

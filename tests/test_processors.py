@@ -308,6 +308,22 @@ def test_a_grammar_that_makes_no_sense_is_refused_in_one_line(
     assert ".cc:" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text", [r"\Aa\Z", r"\07", r"[\h]", "a^b", "a$b", "(^a|b$)", "a(?=b)", r"(a)\1", r"\bfoo", "(?i)a"]
+)
+def test_a_regex_that_would_be_read_as_another_is_refused(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InvalidRequest, match=r"^grammar: the regex can't be used: "):
+        Vocabulary(tokenizer, SIZE).compile(Grammar("regex", text))
+
+
+@pytest.mark.parametrize("text", [r"^[a-z]+$", r"\^\$[\^$]+", r"[^$]x[\]^]", r"\d{2}\.\x41", r"\\d\n"])
+def test_anchors_at_the_ends_and_escapes_are_taken(
+    text: str, tokenizer: PreTrainedTokenizerFast, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Vocabulary(tokenizer, SIZE).compile(Grammar("regex", text))
+    assert "Warning" not in "".join(capfd.readouterr())
+
+
 def test_what_needs_a_tokenizer_or_a_larger_vocabulary_is_refused(target: ModelRunner) -> None:
     fields: dict[str, Any] = {
         "grammar": Grammar("json_object"),
