@@ -1,5 +1,7 @@
 """How the commands of `paceline` say what went wrong: one line on standard error and an exit code."""
 
+import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from engine.checkpoint import ModelError
 from engine.types import InvalidRequest
 
 BAD_INPUT, FAILED = 2, 1  # exit codes
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # where output goes, or its disk is broken
 # Typer brings its own copy of click or uses click itself, depending on its version; both derive errors like this.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -37,6 +40,12 @@ class OneLineErrors(TyperGroup):
             message = error.format_message().replace("Value error, ", "").rstrip(".")
             _complain(f"{message}. See '{error.ctx.command_path if error.ctx else 'paceline'} --help'.")
             code = error.exit_code
+        except OSError as error:
+            if error.errno not in _NO_ROOM or not standalone_mode:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries it again
+            _complain(f"the output can't be written: {error.strerror}")
+            code = FAILED
         if standalone_mode:
             sys.exit(code or 0)
         return code
@@ -52,6 +61,8 @@ def one_line_errors() -> Iterator[None]:
         name = named.get(error.param, "--" + error.param.replace("_", "-"))
         fail(f"{name}: {error.message}", BAD_INPUT)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise
         fail(str(error), BAD_INPUT)
 
 

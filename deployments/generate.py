@@ -1,6 +1,5 @@
 """One prompt to streamed text: by two actors, or in this process, one after the other or the target alone."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -35,7 +34,7 @@ Progress = Callable[[str], None]
 
 
 class GenerationFailed(RuntimeError):
-    """The stream ended with an error, or its text can't be written."""
+    """The stream ended with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +173,9 @@ def print_text(
 
 
 def write(text: str) -> None:
-    """To standard output, at once; raises GenerationFailed, or BrokenPipeError when nobody reads it any more."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries it again at its end
-        raise GenerationFailed(f"standard output can't be written: {error.strerror}") from None
+    """To standard output, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def summary(figures: Figures) -> str:
