@@ -1,17 +1,18 @@
 """Configurations of serving: read, chosen and checked once, before anything slow. Errors are one line that names a field."""
 
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from cluster.vllm_options import VllmOptions, check_options
+from cluster.vllm_options import check_options
 from deployments.cli_options import read_text
-from deployments.config import DraftOptions, Dtype, ServeConfig, TargetOptions
-from engine.checkpoint import ModelError, check_checkpoint
+from deployments.config import DraftOptions, Dtype, ServeConfig
+from engine.checkpoint import ModelError, check_checkpoint, check_tokenizer
 from engine.choice import check_documents
 from engine.local_choice import check_heads
 
@@ -99,11 +100,15 @@ def check_config(config: ServeConfig) -> None:
         where = f"models.{index}"
         vllm = model.target.vllm(drafted=model.draft is not None)
         if vllm is not None:
-            _check_vllm(f"{where}.target", vllm)
-        target = _check_model(f"{where}.target.checkpoint", model.target.checkpoint, vllm is None)
-        if not (model.target.checkpoint / "tokenizer.json").is_file():
-            raise ConfigError(f"{where}.target.checkpoint: {model.target.checkpoint} has no tokenizer.json")
-        _check_local(f"{where}.target", model.target, target.get("hidden_size"))
+            with _naming(f"{where}.target"):
+                check_options(vllm)
+        with _naming(f"{where}.target.checkpoint"):
+            target = check_checkpoint(model.target.checkpoint, own_engine=vllm is None)
+            check_tokenizer(model.target.checkpoint)
+        _check_documents(f"{where}.target.documents", model.target.documents)
+        if model.target.heads is not None:
+            with _naming(f"{where}.target.heads"):
+                check_heads(model.target.heads, target.get("hidden_size"), model.target.checkpoint)
         if model.draft is not None:
             _check_draft(f"{where}.draft", model.draft, target["vocab_size"])
     files = {"tls_certificate": config.http.tls_certificate, "tls_key": config.http.tls_key}
@@ -129,16 +134,11 @@ def check_config(config: ServeConfig) -> None:
             raise ConfigError(f"models.{index}.draft.inner: {reason}; if it may, say share_outputs: true")
 
 
-def _check_model(where: str, path: Path, own_engine: bool = True) -> dict[str, Any]:
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Says of what is wrong with a checkpoint, or beside one, which setting names it."""
     try:
-        return check_checkpoint(path, own_engine)
-    except ModelError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _check_vllm(where: str, options: VllmOptions) -> None:
-    try:
-        check_options(options)
+        yield
     except ModelError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -146,31 +146,23 @@ def _check_vllm(where: str, options: VllmOptions) -> None:
 def _check_draft(where: str, draft: DraftOptions, target_size: int) -> None:
     """Beside a target with a tokenizer, and a vocabulary of this size."""
     if draft.checkpoint is not None:
-        size = _check_model(f"{where}.checkpoint", draft.checkpoint)["vocab_size"]
-        if size != target_size and not (draft.checkpoint / "tokenizer.json").is_file():
-            raise ConfigError(
-                f"{where}: vocabularies differ: {target_size} tokens in the target, {size} here, "
-                "and without a tokenizer.json here none can be translated"
-            )
+        with _naming(f"{where}.checkpoint"):
+            size = check_checkpoint(draft.checkpoint)["vocab_size"]
+        if size != target_size:
+            if not (draft.checkpoint / "tokenizer.json").is_file():
+                raise ConfigError(
+                    f"{where}: vocabularies differ: {target_size} tokens in the target, {size} here, "
+                    "and without a tokenizer.json here none can be translated"
+                )
+            with _naming(f"{where}.checkpoint"):
+                check_tokenizer(draft.checkpoint)
     _check_documents(f"{where}.documents", draft.documents)
-
-
-def _check_local(where: str, target: TargetOptions, hidden_size: int | None) -> None:
-    """What guesses in the target's own process."""
-    _check_documents(f"{where}.documents", target.documents)
-    if target.heads is not None:
-        try:
-            check_heads(target.heads, hidden_size, target.checkpoint)
-        except ModelError as error:
-            raise ConfigError(f"{where}.heads: {error}") from None
 
 
 def _check_documents(where: str, documents: Path | None) -> None:
     if documents is not None:
-        try:
+        with _naming(where):
             check_documents(documents)
-        except ModelError as error:
-            raise ConfigError(f"{where}: {error}") from None
 
 
 def _our_arguments(values: dict[str, Any]) -> dict[str, Any]:

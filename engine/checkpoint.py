@@ -60,6 +60,19 @@ def check_pair(target: Path, draft: Path | None) -> int:
     return context_length(values)
 
 
+def check_tokenizer(path: Path) -> None:
+    """Raises ModelError when a checkpoint has no fast tokenizer, or one that can't be read."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no tokenizer.json")
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  it raises nothing else
+        raise ModelError(f"{file} can't be read: {error}") from None
+
+
 def architecture(values: dict[str, Any]) -> str:
     """The name of the model's class, or at least its kind, from its config.json."""
     names = values.get("architectures")

@@ -166,7 +166,15 @@ def test_models_that_cannot_run_are_refused_before_anything_loads(tmp_path: Path
     size = settings["vocab_size"]
     wrong_pair = changed("models", 0, "draft", "checkpoint", to=str(other))
     check_config(parse_config(wrong_pair))  # its own tokenizer is there: guesses are translated
+    (other / "tokenizer.json").write_text("{}")
+    refused(wrong_pair, r"models.0.draft.checkpoint: \S+/tokenizer.json can't be read: ")
+    refused(
+        changed("models", 0, "target", "checkpoint", to=str(other)), r"models.0.target.checkpoint: .* can't be read: "
+    )
     (other / "tokenizer.json").unlink()
+    refused(
+        changed("models", 0, "target", "checkpoint", to=str(other)), r"models.0.target.checkpoint: .* has no tokenizer"
+    )
     refused(wrong_pair, f"models.0.draft: vocabularies differ: {size} tokens in the target, 77 here")
     (other / "model.safetensors").unlink()
     refused(wrong_pair, r"models.0.draft.checkpoint: no weights at")
