@@ -10,8 +10,9 @@ from cluster.draft_state import CloseSession, Command, CommitTokens, OpenSession
 
 # Of a step's time: steps differ in length. What comes too late is waited for, which costs less than what is left out.
 _EARLY = 0.75
-# From then on it is sent again: not sooner than a message, which takes both sides some 0.3 ms, costs little of a step.
-_AGAIN, _AGAIN_S = 0.1, 0.004  # of a step's time; seconds
+# From then on it is sent again, not sooner than a message, which takes both sides some 0.3 ms, costs little: of a target's
+# step, and of a slow draft's, whose every step counts.
+_AGAIN, _AGAIN_S = 0.1, 0.0015  # of a step's time; seconds
 _RATE = 0.2  # weight of the newest observation
 _SAME = 0.1  # of a step's time: commits closer than this are of one step
 

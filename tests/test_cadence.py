@@ -47,10 +47,17 @@ def test_a_target_whose_step_is_a_quarter_shorter_than_usual_has_been_told(caden
 
 
 def test_in_a_short_step_growth_is_told_once() -> None:
-    known = rhythm(step=0.004, turn=0.001)
-    known.sent(1.0 + 0.002, waited_for=False)
-    assert not known.due(1.0 + 0.004)
-    assert known.due(1.0 + 2 * 0.004), "a target whose step takes longer than expected is told again"
+    known = rhythm(step=0.002, turn=0.0003)
+    known.sent(1.0 + 0.0015, waited_for=False)
+    assert not known.due(1.0 + 0.002)
+    assert known.due(1.0 + 2 * 0.002), "a target whose step takes longer than expected is told again"
+
+
+def test_a_slow_draft_tells_each_of_its_last_steps() -> None:
+    known = rhythm(step=0.014, turn=0.0016)
+    for turned in (0.0100, 0.0116, 0.0132):
+        assert known.due(1.0 + turned)
+        known.sent(1.0 + turned, waited_for=False)
 
 
 def test_in_a_long_step_growth_is_told_again_and_again() -> None:
