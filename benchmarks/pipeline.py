@@ -29,7 +29,7 @@ from rich.table import Table
 
 from cluster.actors import TargetConfig
 from cluster.draft import DraftStats
-from cluster.drafters import EACH_ON_CPUS, DraftConfig
+from cluster.drafters import NODE_COST_ON_CPUS, DraftConfig
 from cluster.local import LocalCluster
 from cluster.placement import Placement
 from cluster.sequential import SequentialProcess
@@ -184,7 +184,7 @@ def summary(
         "target_wait": round(sum(stats.wait_s for stats in spent) / active, 3),
         "verified_per_step": round(sum(stats.verified for stats in spent) / steps, 2),
         "target_step_ms": round(1000 * forward / sum(stats.steps for stats in spent), 2),
-        "draft_rows_each": EACH_ON_CPUS,
+        "draft_node_cost": NODE_COST_ON_CPUS,
         "draft_step_ms": round(1000 * (draft[1].busy_s - draft[0].busy_s) / max(1, draft_steps), 2),
         "all_equal": not differing,
         "differing": differing,

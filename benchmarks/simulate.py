@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cluster.drafters import EACH_ON_CPUS
+from cluster.drafters import NODE_COST_ON_CPUS
 from cluster.simulation.costs import Costs, measured_times, parse_points
 from cluster.simulation.fleet import Fleet, simulate
 from cluster.simulation.script import Script, save_scripts
@@ -55,7 +55,8 @@ def main(
     latency_ms: Annotated[float, typer.Option(help="milliseconds of a message")] = 0.35,
     patient: Annotated[bool, typer.Option(help="a miss may wait for growth")] = True,
     lookup: Annotated[int, typer.Option(help="tokens that the target looks up by itself")] = 8,
-    rows: Annotated[int, typer.Option(help="nodes expanded per draft step")] = EACH_ON_CPUS,
+    rows: Annotated[int, typer.Option(help="nodes expanded per draft step, at most")] = GROWING.rows,
+    node_cost: Annotated[float, typer.Option(help="of a draft step: see Growing")] = NODE_COST_ON_CPUS,
     children: Annotated[int, typer.Option(help="children kept of each")] = GROWING.children,
 ) -> None:
     """Prints what the pipeline would do at T = 0 and T = 1."""
@@ -76,7 +77,7 @@ def main(
         return
     step_times = measured_times(parse_points(target_ms, "target_ms"), target_runner.called_with)
     costs = Costs(step_times, measured_times({rows: draft_ms}), overhead_ms, latency_ms)
-    growing = Growing(rows=rows, children=children)
+    growing = Growing(rows=rows, children=children, node_cost=node_cost)
     fleet = Fleet(costs, growing=growing, lookup=lookup, patient=patient, warm=1, limits=Limits(prefills=False))
     columns = {
         name: simulate(fleet, group, lambda growing: ModelDrafter(draft_runner, growing)).figures()

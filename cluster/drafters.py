@@ -34,7 +34,7 @@ from engine.text import find_tokenizer
 _EARLY_EXIT_STEPS = 3  # before each step of the target; others guess all at once
 _LOOKUP_FOR_CHAINS = 20  # tokens: as long as a chain may well be
 _LEAST_FOR_CHAINS = 0.02  # confidence of a child; less likely ones would only fill the tree, which has to be deep
-EACH_ON_CPUS = 4  # rows of one session in a draft step, where each takes time
+NODE_COST_ON_CPUS = 0.1  # of a draft step with one node: what each further one adds, where rows take time
 _DEEPER = 8  # that a model with another tokenizer grows, for the end of the text that it may still cut otherwise
 
 
@@ -125,7 +125,7 @@ def _with_model(config: DraftConfig, model: Path, placement: Placement) -> Draft
         lookup=growing.lookup if automatic else 0,
         shared=config.shared if automatic else 0,
         max_depth=length if targets is None else length + _DEEPER,
-        each=growing.each if placement.gpus else growing.each or EACH_ON_CPUS,
+        node_cost=growing.node_cost if placement.gpus else growing.node_cost or NODE_COST_ON_CPUS,
         overrule=cascade or growing.overrule,
     )
     drafter: Drafter = ModelDrafter(runner, growing, own, patient=False)

@@ -19,7 +19,7 @@ from engine.effort import EffortWindow, draft_steps
 from engine.huge_pages import use_huge_pages
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
-from engine.tree_loops import all_known
+from engine.tree_loops import all_known, worthwhile
 from engine.types import Growth, KVHandle, SamplingParams
 from engine.verify import walk
 
@@ -77,6 +77,7 @@ def warm_up_loops() -> None:
     draft, mirror = TokenTree(0), TokenTree(0)
     draft.expand([ROOT], np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
     draft.frontier(1, 2)
+    worthwhile(np.ones(1, np.float32), 0.1)
     nodes = draft.unsent(1)
     [growth] = decode_up(encode_up([Growth(0, KVHandle(1, bytes(DIGEST_BYTES)), *draft.piece(nodes))])[0])
     assert isinstance(growth, Growth)

@@ -16,7 +16,7 @@ from engine.noise import Loud, key_of
 from engine.page_attention import plan_one
 from engine.sampling import candidates, shares
 from engine.tree import TokenTree
-from engine.tree_loops import Nodes, computed_rows, expand, frontier, overrule
+from engine.tree_loops import Nodes, computed_rows, expand, frontier, overrule, worthwhile
 from engine.types import FloatArray, IntArray, SamplingParams
 
 _long = partial(compiled, long=True)
@@ -30,6 +30,7 @@ class Bounds(NamedTuple):
     max_depth: int
     least: float
     overrule: bool
+    node_cost: float
 
 
 class Fixed(NamedTuple):
@@ -107,7 +108,8 @@ def grow(given: Fixed, size: int, computed: int, pending: IntArray, free: IntArr
         tree_slots, visible = slots, np.tril(np.ones((n, n), np.int8)) > 0
     else:
         room = (len(nodes.parent) - size) // bounds.children
-        chosen = np.sort(frontier(nodes, size, min(bounds.rows, room, len(free)), bounds.max_depth))
+        likeliest = frontier(nodes, size, min(bounds.rows, room, len(free)), bounds.max_depth)
+        chosen = np.sort(likeliest[: worthwhile(nodes.probability[likeliest], bounds.node_cost)])
         n, taken, prefix = len(chosen), len(chosen), computed
         if n == 0:
             return size, 0

@@ -270,6 +270,21 @@ def frontier(nodes: Nodes, size: int, count: int, max_depth: int) -> IntArray:
 
 
 @compiled
+def worthwhile(probability: FloatArray, node_cost: float) -> int:
+    """How many nodes, of which the likeliest come first, a draft step should expand to bring most for its time.
+
+    A step brings what is likely to be on the way: the sum of the nodes' probabilities. node_cost: what another node adds to
+    its time, as a part of that of one node alone.
+    """
+    total = 0.0
+    for i in range(len(probability)):
+        if probability[i] * (1 + node_cost * (i - 1)) < node_cost * total:
+            return i
+        total += probability[i]
+    return len(probability)
+
+
+@compiled
 def best(probability: FloatArray, count: int) -> IntArray:
     """See TokenTree.best."""
     values = probability[1:]

@@ -47,6 +47,7 @@ GROWINGS = {
     "chain": Growing(rows=1, children=1, lookup=0),
     "tree": Growing(each=4),
     "wide": Growing(rows=8, children=3, least=0.05, overrule=True),
+    "worth its time": Growing(node_cost=0.15),
     "small": Growing(rows=4, max_nodes=24, max_depth=3),
 }
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from cluster.draft import DraftReplica
-from cluster.drafters import EACH_ON_CPUS, DraftConfig, make_drafter, same_tokens
+from cluster.drafters import NODE_COST_ON_CPUS, DraftConfig, make_drafter, same_tokens
 from cluster.grpc_link import connect
 from cluster.link import memory_link
 from cluster.placement import Placement
@@ -191,7 +191,7 @@ def test_lookup_beside_the_model_is_automatic_only() -> None:
     found = {name: make_drafter(config(name, exact.DRAFT), Placement()) for name in ("auto", "model")}
     growing = {name: drafter._growing for name, drafter in found.items() if isinstance(drafter, ModelDrafter)}
     assert (growing["auto"].lookup, growing["model"].lookup) == (Growing().lookup, 0)
-    assert growing["auto"] == replace(GROWING, each=EACH_ON_CPUS)
+    assert growing["auto"] == replace(GROWING, node_cost=NODE_COST_ON_CPUS)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.tree import NO_SLOT, ROOT, TokenTree
+from engine.tree_loops import worthwhile
 from engine.types import IntArray
 from engine.verify import walk
 
@@ -205,6 +206,15 @@ def ids(*values: int) -> IntArray:
 
 def arrays(parents: Sequence[int], tokens: Sequence[int]) -> tuple[IntArray, IntArray, np.ndarray]:
     return np.asarray(parents, np.int32), np.asarray(tokens, np.int32), np.full(len(parents), 0.5, np.float32)
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=12), st.floats(0, 1))
+def test_as_many_nodes_are_expanded_as_bring_most_for_their_time(found: list[float], node_cost: float) -> None:
+    likeliest = np.array(sorted(found, reverse=True), np.float32)
+    rates = np.cumsum(likeliest, dtype=np.float64) / (1 + node_cost * np.arange(len(likeliest)))
+    count = worthwhile(likeliest, node_cost)
+    assert rates[count - 1] == pytest.approx(rates.max(), rel=1e-6)
+    assert worthwhile(likeliest, 0.0) == len(likeliest), "what takes no time is worth it"
 
 
 @pytest.mark.parametrize("confidence", [float("nan"), float("inf"), -float("inf"), -0.5, 1.5])

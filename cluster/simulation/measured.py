@@ -26,7 +26,7 @@ def measured_plan(values: Values, source: Source, fleet: Fleet, requests: int, d
     step_ms = values["target_step_ms"] / (1 - values["target_idle"])
     overhead_ms = step_ms * (values["target_idle"] - values["target_wait"])
     limits = replace(fleet.limits, prefills=False)
-    growing = Growing(each=int(values.get("draft_rows_each", 0)))
+    growing = Growing(each=int(values.get("draft_rows_each", 0)), node_cost=float(values.get("draft_node_cost", 0)))
     shared = replace(fleet, limits=limits, growing=growing, lookup=8, targets=1, drafts=1, streams=1, rate=None)
     chains = {int(k): float(tps) for k, tps in values["sequential_tps_by_k"].items()}
     shortest = min(chains)

@@ -25,6 +25,7 @@ from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
 from engine.step import end_tokens
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
+from engine.tree_loops import worthwhile
 from engine.types import FloatArray, IntArray, InvalidRequest, SamplingParams
 
 
@@ -47,13 +48,15 @@ class Growing:
     lookup: int = 8  # tokens looked up after each commit; 0: none
     doubtful: float = DOUBTFUL  # lookups that are right less often are not taken
     shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
+    node_cost: float = 0.0  # what a further node adds to a draft step's time, of a step with one: how many are worth it
     overrule: bool = False  # what others hung into a tree gets the model's own confidence once that is known
 
 
 def most_valuable(
     trees: Mapping[int, TokenTree], slots: Mapping[int, int], count: int, growing: Growing
 ) -> dict[int, list[int]]:
-    """Up to `count` nodes to expand, the most probable of all sessions; of each session in index order.
+    """Up to `count` nodes to expand, the most probable of all sessions, as far as they are worth their time; of each session
+    in index order.
 
     trees: by session, with their roots expanded; slots: nodes that each session has room to compute.
     """
@@ -66,8 +69,10 @@ def most_valuable(
         if room > 0:
             nodes = tree.frontier(min(most, room, slots[session]), growing.max_depth)
             found.extend((float(tree.probability[node]), session, node) for node in nodes)
+    found = sorted(found, key=lambda item: -item[0])[:count]
+    worth = worthwhile(np.array([probability for probability, *_ in found], np.float32), growing.node_cost)
     picked: dict[int, list[int]] = {}
-    for _, session, node in sorted(found, key=lambda item: -item[0])[:count]:
+    for _, session, node in found[:worth]:
         picked.setdefault(session, []).append(node)
     return {session: sorted(nodes) for session, nodes in picked.items()}
 
@@ -257,7 +262,7 @@ class ModelDrafter:
     def _fixed(self, held: _Session, decoder: CompiledDecoder) -> Fixed:
         growing = self._growing
         rows = min(growing.rows, growing.each or growing.rows)
-        bounds = Bounds(rows, growing.children, growing.max_depth, growing.least, growing.overrule)
+        bounds = Bounds(rows, growing.children, growing.max_depth, growing.least, growing.overrule, growing.node_cost)
         return fixed(decoder, held.tree, held.lease.slots, held.params, bounds)
 
     def _took(self, held: _Session, computed: int, taken: int) -> None:
