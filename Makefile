@@ -32,7 +32,7 @@ check: $(VENV)/.installed-dev ## the gate: format, lint, types, layers, generate
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_proto.py
 
-exact: $(VENV)/.installed-dev ## the whole exactness matrix: drafters x windows x batches x temperatures x faults; about an hour on two cores
+exact: $(VENV)/.installed-dev ## the whole exactness matrix: drafters x windows x batches x temperatures x faults; under two hours on two cores
 	$(BIN)/python -m tests.matrix
 
 k8s-check: $(VENV)/.installed-dev promtool kinds ## validate the Kubernetes manifests, alerts and Dockerfile; run the demo on pretended nodes
