@@ -380,6 +380,7 @@ def main() -> int:
         else:
             for name in left:
                 tell(name, matrix.run(matrix.together[name]))
+        progress.update(task, total=None)  # how many there are is only known as they come
         for case in filter(lambda case: is_left(case.name), matrix.alone()):
             tell(case.name, matrix.run(case))
         progress.print(f"WRONG: {', '.join(wrong)}" if wrong else "all equal", soft_wrap=True)
