@@ -14,7 +14,7 @@ from engine.checkpoint import ModelError
 from engine.types import InvalidRequest
 
 BAD_INPUT, FAILED = 2, 1  # exit codes
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # where output goes, or its disk is broken
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # where output goes: nothing that is read fails like this
 # Typer brings its own copy of click or uses click itself, depending on its version; both derive errors like this.
 UsageError: Any = typer.BadParameter.__mro__[1]
 

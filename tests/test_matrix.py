@@ -8,7 +8,8 @@ import pytest
 from tests import exact, matrix
 
 ONE_CASE = "T=0.0 batch=4 ngram-3"
-ARGUMENTS = ["matrix", "--part", "engine", "--prompts", "2", "--tokens", "6", "--jobs", "1", "--only", ONE_CASE]
+SHORT = ["matrix", "--part", "engine", "--prompts", "2", "--tokens", "6"]
+ARGUMENTS = [*SHORT, "--jobs", "1", "--only", ONE_CASE]
 
 
 def test_a_divergence_outside_invariant_mode_is_a_tie_in_bfloat16(prompts: list[exact.Tokens]) -> None:
@@ -35,9 +36,8 @@ def test_what_was_equal_is_left_out_the_next_time_unless_the_code_has_changed(
 def test_cases_run_in_several_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", [*ARGUMENTS[:-4], "--jobs", "2", "--only", "batch=4 ngram-3", "--results", str(tmp_path)]
-    )
+    asked = ["--jobs", "2", "--only", "batch=4 ngram-3", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*SHORT, *asked])
     assert matrix.main() == 0
     printed = capsys.readouterr().out
     assert printed.count(": equal") == 3, printed
