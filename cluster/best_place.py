@@ -6,7 +6,7 @@ and none, since drafts don't always pay. Every place guesses what lookup in the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, sqrt
+from math import inf, log2, sqrt
 from typing import Literal
 
 Place = Literal["separate", "shared", "none"]
@@ -23,13 +23,17 @@ _MARGIN = 1.03  # another place has to be so much faster: every change has texts
 _KEPT = 1 - 1 / 2048  # of what earlier steps weigh, each step
 _DOUBT = 2.0  # standard errors by which a place may be faster than it seemed
 _LEAST_SPREAD = 0.3  # of what a step brings, relative: a few equal ones are no certainty
+_TAKEN_OVER = 6  # steps at most that what is known of a place, with half or twice as many sequences, counts for
 
-Kind = tuple[int, bool]  # of a batch: how many sequences, to a power of two, and whether all are greedy
+Kind = tuple[int, bool]  # of a batch: how many sequences, about, and whether all are greedy
 
 
 def kind_of(sequences: int, greedy: bool) -> Kind:
-    """What is measured together: where drafts pay depends on how many sequences share a step, and on their sampling."""
-    return 1 << (sequences.bit_length() - 1), greedy
+    """What is measured together: where drafts pay depends on how many sequences share a step, and on their sampling.
+
+    The nearest power of two: a full batch, which often is one, and what is left of it for a moment are the same kind.
+    """
+    return 1 << round(log2(sequences)), greedy
 
 
 @dataclass
@@ -55,6 +59,13 @@ class _Speed:
         a, b, c = self._squares
         self._squares = a + tokens**2, b + tokens * seconds, c + seconds**2
 
+    def like(self, times: float) -> "_Speed":
+        """A few steps like these, which brought so many times the tokens."""
+        share = min(1.0, _TAKEN_OVER / self.steps)
+        a, b, c = self._squares
+        squares = a * share * times**2, b * share * times, c * share
+        return _Speed(self.steps * share, self.tokens * share * times, self.seconds * share, squares)
+
     @property
     def rate(self) -> float:
         """Tokens per second."""
@@ -79,9 +90,16 @@ class _Measured:
     last look was paid for: with many sequences, whose texts drafts have to read first, one costs seconds.
     """
 
-    def __init__(self, places: Sequence[Place], enough: int, like: "_Measured | None" = None) -> None:
-        """like: another kind, whose best place is the first guess; looks will cost as much as there."""
+    def __init__(
+        self, places: Sequence[Place], enough: int, like: "_Measured | None" = None, near: bool = False
+    ) -> None:
+        """like: another kind, whose best place is the first guess; looks will cost as much as there.
+
+        near: what was measured there of the other places, over the best, is believed here until they are looked at.
+        """
         self._speeds = {place: _Speed() for place in places}
+        self._seen: set[Place] = set()  # here
+        self._taken_over = like.over_the_best() if like is not None and near else {}
         self._enough = enough  # steps
         self._best: Place = places[0] if like is None else like._best
         self.place = self._best  # or one that is looked at
@@ -93,14 +111,28 @@ class _Measured:
 
     @property
     def unknown(self) -> bool:
-        """Whether nothing was measured at this place yet."""
+        """Whether nothing is known of this place yet."""
         return not self._speeds[self.place].steps
+
+    def over_the_best(self) -> dict[Place, _Speed]:
+        """What was measured at the other places, with the best one's tokens per second for one."""
+        best = self._speeds[self._best].rate
+        return {place: self._speeds[place].like(1 / best) for place in self._seen - {self._best}} if best else {}
+
+    def leave(self) -> None:
+        """Another kind of batch follows: a look that goes on is given up, and paid for before the next one."""
+        if self.place != self._best:
+            self._owed_s += max(0.0, self._look_s) if self._learning else 0.0
+            self.place, self._here, self._away, self._learning = self._best, 0, False, False
 
     def stepped(self, tokens: int, seconds: float) -> bool:
         """A step at the present place; whether it is another one from now on."""
         for speed in self._speeds.values():
             speed.fade()
         self._speeds[self.place].add(tokens, seconds)
+        self._seen.add(self.place)
+        if self._taken_over and self._speeds[self._best].steps >= _FEWEST - 1:
+            self._take_over()
         self._here += 1
         self._away = self.place != self._best
         self.looked(tokens, seconds)
@@ -119,6 +151,12 @@ class _Measured:
             lost_s = seconds - tokens / self._speeds[self._best].rate
             self._look_s += lost_s
             self._owed_s += 0.0 if self._learning else lost_s
+
+    def _take_over(self) -> None:
+        for place, speed in self._taken_over.items():
+            if place not in self._seen:
+                self._speeds[place] = speed.like(self._speeds[self._best].rate)
+        self._taken_over = {}
 
     def _next(self) -> Place:
         best, here = self._speeds[self._best], self._speeds[self.place]
@@ -193,18 +231,22 @@ class BestPlace:
         if self._kind is not None and self._lasted < _LASTING:
             return False
         before = self.place if self._kind is not None else None
+        if self._kind is not None:
+            self._measured[self._kind].leave()
         self._kind, self._other = kind, None
         if kind not in self._measured:
-            self._measured[kind] = _Measured(self.places, _enough(kind), self._nearest(kind))
+            nearest = self._nearest(kind)
+            near = nearest is not None and max(nearest, kind[0]) <= 2 * min(nearest, kind[0])
+            like = self._measured[nearest, kind[1]] if nearest is not None else None
+            self._measured[kind] = _Measured(self.places, _enough(kind), like, near)
         if self.place != before:
             self._arrive(kind)
         return True
 
-    def _nearest(self, kind: Kind) -> _Measured | None:
-        """What was measured of the kind that is most like a new one."""
+    def _nearest(self, kind: Kind) -> int | None:
+        """How many sequences the measured kind has that is most like a new one."""
         sizes = [sequences for sequences, greedy in self._measured if greedy == kind[1]]
-        nearest = min(sizes, key=lambda size: max(size, kind[0]) / min(size, kind[0]), default=None)
-        return self._measured[nearest, kind[1]] if nearest is not None else None
+        return min(sizes, key=lambda size: max(size, kind[0]) / min(size, kind[0]), default=None)
 
     def _arrive(self, kind: Kind) -> None:
         """At a place for the first time, drafts and windows have to learn what works there."""

@@ -96,6 +96,39 @@ def test_another_number_of_sequences_begins_where_the_nearest_is_best() -> None:
         assert (begun["none"] == 1) == (kind == kind_of(64, True)), "that of one that samples says nothing of many"
 
 
+@pytest.mark.parametrize(
+    ("sequences", "like"), [(1, 1), (2, 2), (5, 4), (6, 8), (46, 64), (63, 64), (64, 64), (90, 64)]
+)
+def test_a_full_batch_and_nearly_a_full_one_are_measured_together(sequences: int, like: int) -> None:
+    assert kind_of(sequences, True) == (like, True)
+
+
+def test_what_is_much_slower_is_not_looked_at_again_with_twice_as_many_sequences() -> None:
+    """Nor does that hold with many times as many, or for ever, or for what is nearly as fast."""
+    best = BestPlace(("separate", "none"))
+    slow: Rates = {"separate": 0.7, "none": 1.0}
+    shares(best, 200, MANY, slow)
+    assert shares(best, 500, kind_of(32, True), {"separate": 1.4, "none": 2.0})["separate"] == 0
+    assert shares(best, 20_000, kind_of(32, True), {"separate": 1.4, "none": 2.0})["separate"] > 0
+    assert shares(best, 500, kind_of(128, True), slow)["separate"] > 0
+    near = BestPlace(("separate", "none"))
+    shares(near, 200, MANY, {"separate": 0.95, "none": 1.0})
+    assert shares(near, 500, kind_of(32, True), {"separate": 0.95, "none": 1.0})["separate"] > 0
+
+
+def test_a_look_that_another_batch_interrupts_is_given_up() -> None:
+    """Drafts that have just been asked say nothing for 90 steps, and another batch comes before that each time."""
+    best, since, here = BestPlace(("none", "separate")), 0, None
+    kinds = [kind_of(16, True), kind_of(128, True)]
+    away = 0
+    for step in range(6_000):
+        since, here = since + 1 if best.place == here else 0, best.place
+        away += here == "separate"
+        reading = here == "separate" and since < 90
+        best.stepped(kinds[step // 60 % 2], 2, 2.0 if reading else 1.0, heard=here == "separate" and not reading)
+    assert 0 < away < 0.2 * 6_000
+
+
 def test_what_has_changed_is_noticed() -> None:
     best = BestPlace(PLACES)
     shares(best, 20_000, ONE, BEST["separate"])
