@@ -5,6 +5,7 @@ number of rows, so passes are filled up to one of a few; whatever else differs i
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +17,7 @@ import torch
 from engine.attention import Current, Heads, Layout, Longs, SequenceRows
 from engine.compiled_pass import Passed
 from engine.gpu_attention import DevicePart, Places, is_wide, room, tell, tell_choices
-from engine.kv import KVPool
+from engine.kv import SCRATCH_SLOT, KVPool
 from engine.noise import Keys
 from engine.sampling import Best, best_on_device
 from engine.types import FloatArray
@@ -24,6 +25,7 @@ from engine.types import FloatArray
 logger = logging.getLogger(__name__)
 ROWS = (8, 16, 32, 64, 128, 256)  # of recordings; passes of more are not recorded
 _TRIES = 2  # before a recording: kernels are compiled and loaded
+_RECORDING = threading.Lock()  # torch has one stream for all recordings of a process
 
 
 class _Kind(NamedTuple):
@@ -78,6 +80,7 @@ class GraphedDecoder:
             self._told.zero_()  # rows of no block
             for kind in (_Kind(rows, wide, 0, False), _Kind(rows, wide, count, False), _Kind(rows, wide, count, True)):
                 self._run(kind)
+        self._pool.data[:, :, :, SCRATCH_SLOT] = 0  # such rows have written there what nobody has computed
 
     def suits(self, batch: Sequence[SequenceRows]) -> bool:
         """Whether a pass can go this way: what it is told has room, and windows are longer than what is behind prefixes."""
@@ -144,6 +147,7 @@ class GraphedDecoder:
         graph = torch.cuda.CUDAGraph()
         try:
             with (
+                _RECORDING,
                 torch.cuda.stream(before),  # which a recording that fails does not go back to by itself
                 torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
             ):

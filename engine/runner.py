@@ -132,7 +132,11 @@ class ModelRunner:
         self._graphs: GraphedDecoder | None = None
         if compile:
             self._compile()
-        if device.startswith("cuda") and not invariant:
+        if device.startswith("cuda") and invariant:
+            # cuDNN's attention, which torch prefers on newer GPUs, plans anew for each number of rows that attend in a call:
+            # nothing promises that each keeps its bits. For the whole process.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        elif device.startswith("cuda"):
             self._graphs = self._graphed()
 
     def _load(self) -> Any:

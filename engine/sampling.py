@@ -68,13 +68,16 @@ def margins(logits: torch.Tensor, params: Sequence[SamplingParams], keys: torch.
 
     That is the distance between the two best scores. Where tokens are filtered out, it is also enough that a better one is
     let in or the chosen one left out; with top-p somewhat less may do, where several tokens change places.
+
+    On the CPU: what is asked of single tokens would wait for a device each time.
     """
+    logits, keys = logits.float().cpu(), keys.cpu() if keys is not None else None
     tokens, two = _exactly_best(logits, params, keys, 2)
     found: FloatArray = two[:, 0] - two[:, 1]
     for row, own in enumerate(params):
         if keys is not None and filters(own):
-            values = logits[row].float() / own.temperature
-            noise = gumbel(keys[row].to(values.device), torch.arange(len(values), device=values.device))
+            values = logits[row] / own.temperature
+            noise = gumbel(keys[row], torch.arange(len(values)))
             found[row] = min(found[row], margin_of_filters(values, noise, own, int(tokens[row, 0])))
     return found
 

@@ -121,7 +121,7 @@ def test_what_is_not_finite_is_seen(made: Any) -> None:
 
 
 def test_trees_that_a_window_is_too_short_for_go_another_way(made: Any) -> None:
-    runner, tree = made("gemma2"), grown(8, seed=1, vocab_size=VOCABULARY)
+    runner, tree = made("gemma2"), grown(15, seed=1, vocab_size=VOCABULARY)  # 16 rows are not filled up
     with leased(runner, 64) as (lease,):
         prefill(runner, lease, text(20))
         rows = tree_rows(lease, 20, tree, lease.slots[20 : 20 + tree.size])
