@@ -115,6 +115,7 @@ def start_ray() -> bool:
     os.environ.update({**SERVE_TRANSPORT, **os.environ})  # for the processes that Ray starts
     logging.getLogger("ray").setLevel(logging.ERROR)  # it would announce that its tokens protect this cluster
     ray.init(
+        address="local",  # whatever else runs here
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -6,6 +6,7 @@ a grammar makes sure of it.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -18,6 +19,8 @@ from deployments.openai import ChatRequest, FunctionCall, Message, NamedTool, To
 from engine.types import Grammar, InvalidRequest, require
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # that begins or ends a string of JSON
+_KINDS = {"type", "const", "enum", "anyOf", "oneOf", "allOf", "$ref"}  # of schemas: one says what values there are
 DEFAULT_TEMPLATE = """\
 {%- if tools %}
 {{- '# system:\\nCall a function with <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Functions:\\n' }}
@@ -98,7 +101,11 @@ def forced_call(request: ChatRequest) -> Grammar | None:
         return None
     named = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
     functions = [tool.function for tool in request.tools if named in (None, tool.function.name)]
-    definitions = {f"f{at}": _moved(function.parameters, f"#/$defs/f{at}") for at, function in enumerate(functions)}
+    parameters = [
+        function.parameters if _KINDS & function.parameters.keys() else {**function.parameters, "type": "object"}
+        for function in functions
+    ]
+    definitions = {f"f{at}": _moved(schema, f"#/$defs/f{at}") for at, schema in enumerate(parameters)}
     options = [
         {
             "type": "object",
@@ -160,6 +167,7 @@ class TaggedCalls:
     def __init__(self, most: int | None = None) -> None:
         """most: calls that are told; those behind them are not."""
         self._held = ""
+        self._space = ""  # behind what was said since a call: told before more text, not before a call or the end
         self._called = 0
         self._most = most
 
@@ -167,7 +175,7 @@ class TaggedCalls:
         """The texts and calls that are certain now."""
         self._held += text
         found: list[str | FunctionCall] = []
-        while (start := self._held.find(OPEN)) >= 0 and (end := self._held.find(CLOSE, start)) >= 0:
+        while (start := self._held.find(OPEN)) >= 0 and (end := _closing(self._held, start + len(OPEN))) >= 0:
             self._say(self._held[:start], found)
             call = parse_call(self._held[start + len(OPEN) : end])
             end += len(CLOSE)
@@ -198,10 +206,24 @@ class TaggedCalls:
         if self._most is None or self._called < self._most:
             found.append(call)
         self._called += 1
+        self._space = ""
 
     def _say(self, text: str, found: list[str | FunctionCall]) -> None:
-        if text.strip() or (text and not self._called):  # space between calls means nothing
+        """However it comes in pieces: space around calls, but for that before the first one, means nothing."""
+        if self._called:
+            text = self._space + text
+            said = text.rstrip()
+            self._space, text = text[len(said) :], said
+        if text:
             found.append(text)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the tag is that ends a call whose JSON begins at `start`: not within a string of it. -1 where none is yet."""
+    end = text.find(CLOSE, start)
+    while end >= 0 and len(_QUOTE.findall(text, start, end)) % 2:
+        end = text.find(CLOSE, end + 1)
+    return end
 
 
 def _begun(text: str) -> int:

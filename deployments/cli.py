@@ -115,6 +115,7 @@ def serve(
 
         chosen = chosen_config(config, target, draft, dtype, invariant, host, port, grpc_port)
         check_config(chosen)
+        from ray.serve.exceptions import RayServeException
         from torch.cuda import device_count
 
         from deployments.serve import DeployError, check_ports, gcs_address, run_server
@@ -124,7 +125,7 @@ def serve(
             chosen = on_gpus(chosen, device_count()) if config is None else chosen
         else:
             gcs_address(address)
-    with runtime_errors(DeployError, ConnectionError):
+    with runtime_errors(DeployError, ConnectionError, RayServeException):
         run_server(chosen, address, Console(stderr=True, highlight=False))
 
 

@@ -357,7 +357,9 @@ class GrpcOptions(_Settings):
 class Limits(_Settings):
     """What is refused, and what is given up."""
 
-    body_bytes: PositiveInt = Field(4 * 1024 * 1024, description="largest HTTP body and gRPC message")
+    body_bytes: PositiveInt = Field(
+        4 * 1024 * 1024, description="largest HTTP body; and gRPC message, which never is above 4 MiB"
+    )
     # Serve counts those that are being sent to a replica too: far below this, a burst would be refused that has room.
     queue: PositiveInt = Field(256, description="requests that may wait, per model and ingress replica; more: 429")
     request_timeout_s: PositiveFloat = Field(600.0, description="for a whole request, its stream included")

@@ -102,7 +102,7 @@ class GrpcMethods:
         with _failing(grpc_context):
             self._admit(grpc_context)
             _parse(pb.ListModelsRequest, request, self._max_bytes)
-        return pb.ListModelsResponse(models=[_described(model) for model in self._models.values()])
+            return pb.ListModelsResponse(models=[_described(model) for model in self._models.values()])
 
     def _admit(self, context: Context) -> bytes:
         """The salt of the client's tenant. Raises Unauthorized."""

@@ -91,7 +91,8 @@ def context(target: TargetOptions, values: dict[str, Any]) -> int:
     """Tokens that one request may come to. values: the checkpoint's config.json."""
     room = target.kv_tokens - MAX_WINDOW - 1
     if target.engine == "vllm":
-        room = int(target.engine_args.get("max_model_len") or sys.maxsize)
+        longest = int(target.engine_args.get("max_model_len") or 0)
+        room = longest if longest > 0 else sys.maxsize  # -1: as long as vLLM finds room for
     return min(context_length(values), room)
 
 

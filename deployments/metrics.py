@@ -19,8 +19,8 @@ from ray.exceptions import RayError
 
 from cluster.intake import Overloaded
 from cluster.measures import MEASURES, Buckets, Sample
-from deployments.service import Piece, ServedModel, Service
-from engine.types import GenerationRequest
+from deployments.service import DeadlineExceeded, Piece, ServedModel, Service
+from engine.types import GenerationRequest, InvalidRequest
 
 FIRST_TOKEN = "paceline_time_to_first_token_seconds"
 BETWEEN_TOKENS = "paceline_inter_token_latency_seconds"
@@ -109,8 +109,13 @@ class MeasuredService(Service):
                     reason = piece.finish_reason or reason
                     latencies.resumed += piece.speculation.resumed if piece.speculation is not None else 0
                     yield piece
-        except Overloaded:
+        except (Overloaded, InvalidRequest):
             reason = "refused"
+            raise
+        except DeadlineExceeded:
+            reason = (
+                "error" if timeout_s is None or timeout_s > self._timeout_s else "cancelled"
+            )  # whose deadline it was
             raise
         except Exception:
             reason = "error"

@@ -13,10 +13,15 @@ MAX_TOOLS = 128
 UNSUPPORTED = (  # fields that would change the output, and are not done here: better refused than ignored
     *("suffix", "functions", "function_call", "prompt_logprobs", "use_beam_search", "logits_processors"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf"),
-    *("json_schema", "modalities", "audio", "prediction", "chat_template", "echo_logprobs", "prompt_embeds"),
+    *("json_schema", "audio", "prediction", "chat_template", "echo_logprobs", "prompt_embeds"),
     *("continue_final_message", "include_stop_str_in_output", "allowed_token_ids", "truncate_prompt_tokens"),
 )
-AS_THEY_ARE = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True}
+AS_THEY_ARE: dict[str, Any] = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "add_generation_prompt": True,
+    "modalities": ["text"],
+}
 
 
 class StreamOptions(NullsAreAbsent):
@@ -256,6 +261,9 @@ class ChatRequest(_Request):
         require(self.logprobs or self.top_logprobs is None, "top_logprobs", "only with logprobs")
         forced = self.tool_choice not in ("none", "auto")
         require(bool(self.tools) or not forced, "tool_choice", "only with tools")
+        formed = self.response_format is not None and self.response_format.type != "text"
+        calls = self.tools and self.tool_choice == "auto"  # which the format would leave no room for
+        require(not (formed and calls), "response_format", "not together with tools, but with tool_choice 'none'")
         names = [tool.function.name for tool in self.tools]
         require(len(set(names)) == len(names), "tools", "each function needs a name of its own")
         if isinstance(self.tool_choice, NamedTool):

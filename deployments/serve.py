@@ -87,8 +87,11 @@ def run_server(config: ServeConfig, address: str | None, console: Console) -> No
     with console.status("starting Ray") as status:
         started = _join(address)
         _let_interrupt()  # Ray has set handlers of its own
+        ours = False
         try:
-            deploy(config if address is not None else _local(config), lambda text: status.update(text))
+            schema = prepare(config if address is not None else _local(config), lambda text: status.update(text))
+            ours = True
+            deploy(schema, lambda text: status.update(text))
             status.stop()
             print_ready(config, console)
             _sleep()
@@ -97,17 +100,18 @@ def run_server(config: ServeConfig, address: str | None, console: Console) -> No
         finally:
             status.start()
             status.update("finishing what runs; interrupt again to cut it short")
-            with suppress(KeyboardInterrupt, RayServeException):  # interrupted again, or Serve did not start
-                withdraw(config)
+            with suppress(KeyboardInterrupt, RayServeException):  # interrupted again, or Serve is gone
+                if ours:
+                    withdraw(config)
             if started:
                 ray.shutdown()  # and Serve with it
     console.print("stopped")
 
 
-def deploy(config: ServeConfig, progress: Progress) -> None:
-    """Deploys the application to the Ray cluster that this process is connected to, and waits until it runs.
+def prepare(config: ServeConfig, progress: Progress) -> ServeDeploySchema:
+    """What is to be deployed to the Ray cluster that this process is connected to, in which Serve runs from now on.
 
-    Raises DeployError.
+    Raises DeployError where that would end what others serve, or be elsewhere than the configuration says.
     """
     schema = serve_schema(config)
     progress("starting Ray Serve")
@@ -119,6 +123,29 @@ def deploy(config: ServeConfig, progress: Progress) -> None:
     if others := _deployed_by_others():
         told = f"the cluster serves {', '.join(others)} by a configuration, of which ours would take the place"
         raise DeployError(f"{told}; add what 'paceline config export' prints to it")
+    _check_where(schema)
+    return schema
+
+
+def _check_where(schema: ServeDeploySchema) -> None:
+    """Serve, where it ran before, stays at the addresses that it was started with. Raises DeployError for others."""
+    client = _client()
+    http, grpc = client.http_config, ray.get(client._controller.get_grpc_config.remote())
+    differing = [
+        f"http.{name} is {there}"
+        for name in ("host", "port", "ssl_certfile", "ssl_keyfile")
+        if (there := getattr(http, name)) != schema.http_options.model_dump().get(name)
+    ]
+    wanted = schema.grpc_options
+    if (grpc.grpc_servicer_functions and grpc.port) != (wanted.grpc_servicer_functions and wanted.port):
+        differing.append(f"grpc.port is {grpc.port if grpc.grpc_servicer_functions else 'none'}")
+    if differing:
+        told = f"Serve runs on that cluster already, and its addresses stay: {', '.join(differing)}"
+        raise DeployError(f"{told}; say the same here, or end it there with 'serve shutdown'")
+
+
+def deploy(schema: ServeDeploySchema, progress: Progress) -> None:
+    """Deploys what was prepared, and waits until it runs. Raises DeployError."""
     _client().deploy_apps(schema)
     while True:
         application = serve.status().applications.get(APPLICATION)
@@ -204,6 +231,8 @@ def _join(address: str | None) -> bool:
         if (listening := gcs_address(address)) is not None:
             socket.create_connection(listening, _CONNECT_S).close()
         ray.init(address=address, log_to_driver=False)
+    except RuntimeError as error:  # of another version, of Python's or its own
+        raise DeployError(f"Ray at {address} can't be joined: {' '.join(str(error).split())[:300]}") from None
     except OSError:
         raise DeployError(
             f"no Ray at {address} that takes us in: is it there, is this one of its machines, and, if it asks for a token, "

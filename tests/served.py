@@ -28,7 +28,7 @@ from cluster.pb import generation_pb2 as pb
 from deployments.client import Client
 from deployments.config import ServeConfig
 from deployments.config_load import parse_config
-from deployments.serve import APPLICATION, base_url, deploy, withdraw
+from deployments.serve import APPLICATION, base_url, deploy, prepare, withdraw
 from engine.decode import Generation
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
@@ -68,7 +68,7 @@ def deployed(config: ServeConfig) -> Iterator[Targets]:
     """The application as `paceline serve` deploys it, in a Ray of its own; its targets."""
     start_ray()
     try:
-        deploy(config, lambda text: None)
+        deploy(prepare(config, lambda text: None), lambda text: None)
         yield serve.get_deployment_handle(f"{MODEL}-target", APPLICATION)
         withdraw(config)
     finally:

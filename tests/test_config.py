@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from deployments import cli
 from deployments.app import build, draft_config, registry_name, shared_tokens
-from deployments.config import ServeConfig
+from deployments.config import ServeConfig, TargetOptions
 from deployments.config_load import ConfigError, check_config, chosen_config, load_config, on_gpus, parse_config
-from deployments.ingress import fingerprint
+from deployments.ingress import context, fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
 from deployments.serve import DeployError, base_url, check_ports, gcs_address, run_server, serve_schema
 from tests import exact
@@ -294,6 +294,13 @@ def test_a_certificate_and_a_key_are_loaded(tmp_path: Path) -> None:
         broken.write_text("no PEM")
         with pytest.raises(ConfigError, match=r"http.tls_certificate: it and tls_key must be PEM files"):
             check_config(pair)
+
+
+def test_a_context_that_vllm_is_to_find_itself_is_no_limit_here() -> None:
+    for longest, found in ((-1, 1024), (None, 1024), (512, 512)):
+        arguments = {} if longest is None else {"max_model_len": longest}
+        options = TargetOptions.model_validate({**PAIR_TARGET, "engine": "vllm", "engine_args": arguments})
+        assert context(options, {"max_position_embeddings": 1024}) == found
 
 
 def test_a_ray_cluster_that_is_not_there_is_told_at_once() -> None:

@@ -127,7 +127,10 @@ def test_chat_without_a_limit_goes_to_the_end_of_the_context(server: Server) -> 
     model = server.with_backend("short", server.models["code"].backend)
     server.models[model] = replace(server.models[model], context=64)
     answer = server.client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": "x = 1"}], extra_body={"ignore_eos": True}
+        model=model,
+        messages=[{"role": "user", "content": "x = 1"}],
+        modalities=["text"],
+        extra_body={"ignore_eos": True},
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None

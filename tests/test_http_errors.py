@@ -147,6 +147,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
     ("chat/completions", {**CHAT, "tool_choice": "maybe", "tools": [TOOL]}, 400, "tool_choice"),
     ("chat/completions", {**CHAT, "tools": [TOOL, TOOL]}, 400, "tools"),
+    ("chat/completions", {**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities"),
     (
         "chat/completions",
         {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},

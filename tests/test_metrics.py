@@ -40,13 +40,13 @@ from deployments.metrics import (
     make_metrics_router,
     render,
 )
-from deployments.service import Piece, ServedModel
+from deployments.service import DeadlineExceeded, Piece, ServedModel
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import GenerationRequest, InvalidRequest, SamplingParams
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
-from tests.http_fixtures import Refusing
+from tests.http_fixtures import Hanging, Refusing
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 40
@@ -187,6 +187,19 @@ def test_refusals_are_counted_with_those_that_were_not_looked_at(model: ServedMo
     with pytest.raises(Overloaded):
         service.admit(full)
     assert latencies.finished == {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 2}
+
+
+def test_what_clients_brought_about_is_no_error(model: ServedModel) -> None:
+    """A request that the target refuses, and a time that the client gave it; the server's own limit is one."""
+    latencies = Latencies()
+    service = MeasuredService({"code": latencies}, timeout_s=0.05)
+    request = GenerationRequest("r", exact.load_prompts(1)[0], SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequest):
+        asyncio.run(anext(service.run(replace(model, backend=Refusing(InvalidRequest("seed", "no"))), request)))
+    for timeout_s in (0.001, None, 5.0):
+        with pytest.raises(DeadlineExceeded):
+            asyncio.run(anext(service.run(replace(model, backend=Hanging(0)), request, timeout_s)))
+    assert latencies.finished == {"stop": 0, "length": 0, "error": 2, "cancelled": 1, "refused": 1}
 
 
 def test_latencies_are_those_of_the_tokens(model: ServedModel) -> None:

@@ -18,6 +18,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from rich.console import Console
 
 from cluster.intake import Overloaded
 from cluster.target_stats import TargetStats
@@ -162,8 +163,25 @@ def test_what_others_have_deployed_is_not_taken_away(
     """Serve ends every application that a new configuration doesn't name: here ours, for one of another name."""
     monkeypatch.setattr(serving, "APPLICATION", "another")
     with pytest.raises(DeployError, match="the cluster serves paceline by a configuration"):
-        serving.deploy(config, lambda text: None)
+        serving.prepare(config, lambda text: None)
+    monkeypatch.setattr(serving, "_join", lambda address: False)
+    monkeypatch.setattr(serving, "_let_interrupt", lambda: None)
+    monkeypatch.setattr(serving, "withdraw", lambda config: pytest.fail("what was not deployed is taken back"))
+    with pytest.raises(DeployError, match="the cluster serves paceline by a configuration"):
+        serving.run_server(config, "there:6379", Console(quiet=True))
     assert list(serve.status().applications) == [APPLICATION]
+
+
+def test_addresses_that_serve_would_not_take_are_told(
+    targets: DeploymentHandle[Any], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs already, and would leave its proxies where they are."""
+    http = config.http.model_copy(update={"port": config.http.port + 1})
+    grpc = config.grpc.model_copy(update={"port": None})
+    serving.prepare(config, lambda text: None)
+    for changed, told in (({"http": http}, f"http.port is {config.http.port}"), ({"grpc": grpc}, "grpc.port is")):
+        with pytest.raises(DeployError, match=told):
+            serving.prepare(config.model_copy(update=changed), lambda text: None)
 
 
 def test_streams_through_serve_equal_plain_decoding(targets: DeploymentHandle[Any], case: Case) -> None:

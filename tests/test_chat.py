@@ -1,0 +1,64 @@
+"""Tool calls out of a text, however it comes in pieces; and the grammar of those that are insisted on."""
+
+import json
+
+import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.chat import CLOSE, OPEN, TaggedCalls, forced_call
+from deployments.openai import ChatRequest, FunctionCall
+from engine.grammar import Vocabulary
+from engine.text import load_tokenizer
+from tests import exact
+
+CALL = f'{OPEN}{{"name": "count", "arguments": {{"to": 3}}}}{CLOSE}'
+QUOTING = f'{OPEN}{{"name": "write", "arguments": {{"text": "a \\"{CLOSE}\\" in it, and \\\\"}}}}{CLOSE}'
+PARTS = (CALL, QUOTING, OPEN, CLOSE, f"{OPEN}{{no}}{CLOSE}", " ", "\n\n", "Done.", "<", "<tool", '"')
+
+
+def read(pieces: list[str]) -> list[str | FunctionCall]:
+    """What is told, texts that follow each other in one."""
+    calls, told = TaggedCalls(), list[str | FunctionCall]()
+    for found in [*(calls.push(piece) for piece in pieces), calls.flush()]:
+        for item in found:
+            if isinstance(item, str) and told and isinstance(told[-1], str):
+                told[-1] += item
+            else:
+                told.append(item)
+    return told
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), st.data())
+def test_what_is_told_does_not_depend_on_pieces(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(pieces) == read([text])
+
+
+def test_space_within_a_text_behind_a_call_stays() -> None:
+    calls = TaggedCalls()
+    told = [item for piece in (CALL, "\n", "Done.", "\n\n", "Next", "\n") for item in calls.push(piece)]
+    assert told[1:] + calls.flush() == ["\nDone.", "\n\nNext"]
+
+
+def test_an_argument_may_quote_the_closing_tag() -> None:
+    (call,) = read([QUOTING])
+    assert isinstance(call, FunctionCall)
+    assert json.loads(call.arguments) == {"text": f'a "{CLOSE}" in it, and \\'}
+
+
+def test_arguments_that_are_insisted_on_are_objects() -> None:
+    """Also where a tool says nothing of them: nothing else would be a call."""
+    vocabulary = Vocabulary(load_tokenizer(exact.TARGET), 4096)
+    for parameters in ({}, {"description": "none"}, {"properties": {"a": {"type": "integer"}}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        request = ChatRequest.model_validate(
+            {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": "required"}
+        )
+        grammar = forced_call(request)
+        assert grammar is not None
+        for arguments, fits in (("{}", True), ("5", False), ("[]", False)):
+            matcher = xgrammar.GrammarMatcher(vocabulary.compile(grammar))
+            text = f'{{"name": "f", "arguments": {arguments}}}'
+            assert matcher.accept_string(text) == fits, (parameters, arguments)
