@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _ANNOUNCE_EVERY_S = 1.0
 _LOOK_EVERY_S = 1.0  # for drafts, while nothing changes: each look takes 2 ms of three processes
 _LOOK_SOON_S = 0.25  # ... and while there are none, or others than before
+_RELINK_S = 10.0  # for a first draft, once there is to be one again
 _ANSWERS_S = 10.0  # a registry that takes longer hangs: who asks it watches a replica, too
 _WITHDRAW_TIMEOUT_S = 2.0
 _STUCK_S = 60.0  # a turn of a replica's loop that takes longer will never end
@@ -154,10 +155,15 @@ class TargetActor:
         self._replica.set_window(make_window(name, size, self._cost))
 
     async def set_speculation(self, on: bool) -> None:
-        """Drops all links and makes no more (the target decodes alone), or goes back to using drafts and lookups."""
+        """Drops all links and makes no more (the target decodes alone), or goes back to using drafts and lookups.
+
+        Drafts that don't come within seconds are not waited for.
+        """
         self._speculate = on
         self._replica.set_speculation(on)
-        while bool(self._replica.stats().drafts) != on:
+        if on:
+            await self.wait_linked(1, _RELINK_S)
+        while not on and self._replica.stats().drafts:
             await asyncio.sleep(0.01)
 
     async def wait_linked(self, drafts: int, timeout_s: float) -> bool:

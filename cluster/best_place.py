@@ -74,7 +74,7 @@ class _Speed:
     @property
     def doubt(self) -> float:
         """By how much the rate may be off: that of a ratio of two sums."""
-        if not self.steps:
+        if not self.tokens:
             return inf
         a, b, c = self._squares
         rate = self.rate
@@ -147,8 +147,9 @@ class _Measured:
 
     def looked(self, tokens: int, seconds: float) -> None:
         """A step that belongs to a look, if one goes on, and perhaps says nothing of its place: it has its cost."""
-        if self._away and self._speeds[self._best].steps:
-            lost_s = seconds - tokens / self._speeds[self._best].rate
+        rate = self._speeds[self._best].rate
+        if self._away and rate:  # requests that fail at their first token bring none
+            lost_s = seconds - tokens / rate
             self._look_s += lost_s
             self._owed_s += 0.0 if self._learning else lost_s
 

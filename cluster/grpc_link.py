@@ -63,7 +63,7 @@ def _dial(address: str, deadline: float) -> socket.socket | None:
             return near
         try:
             return socket.create_connection(parse_address(address), left_s)
-        except OSError:
+        except (OSError, UnicodeError):  # no such name, or one that none can have
             time.sleep(min(_AGAIN_S, left_s))
     return None
 

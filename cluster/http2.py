@@ -50,6 +50,7 @@ _STREAMS = 32  # of one connection, at a time
 _WINDOW = 1024 * 1024  # bytes that may come before they are acknowledged, of a stream and of all together
 _ACKNOWLEDGED = _WINDOW // (2 * _STREAMS)  # bytes of a stream that are acknowledged together
 _MOST_UNSENT = 1024 * 1024  # bytes for somebody who doesn't read; messages wait in their pipes
+_FULL_READS = 32  # at most, one after the other, for who reads on a thread of its own
 _READ_BYTES = 32 * 1024  # asked for at once: memory for much more would be mapped anew each time
 _ATTENDED_S = 0.1  # so long after somebody read, or up to twice as long, the thread leaves reading to him
 _KEEPALIVE = bytes(8)  # what a ping says that only keeps the connection alive
@@ -207,7 +208,9 @@ class Connection:
         self._attended = True
         if not self._closing:
             try:
-                self._take(blocking=False)
+                for _ in range(_FULL_READS):
+                    if not self._take(blocking=False):
+                        break
             except Exception as error:  # it ends the connection, as on its thread, not who reads it
                 if not isinstance(error, (OSError, ProtocolError)):
                     logger.exception("a connection failed")
@@ -347,10 +350,13 @@ class Connection:
 
     # reading
 
-    def _take(self, blocking: bool = True) -> None:
-        """Reads and writes what can be, unless another thread does so. Raises OSError when the connection is gone."""
+    def _take(self, blocking: bool = True) -> bool:
+        """Reads and writes what can be, unless another thread does so; whether more may have come.
+
+        Raises OSError when the connection is gone.
+        """
         if not self._reading.acquire(blocking):
-            return
+            return False
         self._reader = threading.get_ident()
         try:
             try:
@@ -358,7 +364,7 @@ class Connection:
             except BlockingIOError:
                 if self._unsent:
                     self._pump()
-                return
+                return False
             if not data:
                 raise ConnectionResetError
             self._heard = time.monotonic()
@@ -373,6 +379,7 @@ class Connection:
                     raise ConnectionAbortedError
             for each in told:
                 self._tell(each)
+            return len(data) == _READ_BYTES and not self._closing
         finally:
             self._reader = 0
             self._reading.release()

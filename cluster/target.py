@@ -130,7 +130,7 @@ class TargetReplica:
 
     def set_window(self, window: Window) -> None:
         """Of requests that name none, from the next step on."""
-        self._loop.do(lambda: setattr(self._windows, "own", window))
+        self._loop.do(lambda: self._windows.replace(window))
 
     def set_speculation(self, on: bool) -> None:
         """Whether anything is verified, from the next step on."""
@@ -340,7 +340,8 @@ class TargetReplica:
                 self._own.committed(running.session, plan, outcome)
                 if self._place == "shared":
                     self._shared.committed(running.session, plan, outcome)
-            self._drafts.accepted(running.session, outcome.accepted)
+            if plan.tree is not None and outcome.path:  # what else guessed it is not the draft's merit
+                self._drafts.accepted(running.session, int(plan.tree.sent[outcome.path].sum()))
             hit = self._state.tokens_committed(running.session, outcome.tokens)
             self._stats.hits += hit and outcome.decoded
 

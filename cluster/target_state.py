@@ -266,7 +266,7 @@ class TargetState:
         if len(held.tokens) - growth.base.length > len(growth.tokens):
             return False  # it ends before the root
         committed = held.tokens[growth.base.length :]
-        grafted = held.mirror.graft(committed, growth.parents, growth.tokens, growth.confidences)
+        grafted = held.mirror.graft(committed, growth.parents, growth.tokens, growth.confidences, told=True)
         self.counters.grown += grafted
         if grafted:
             held.again = held.asked = 0

@@ -1,6 +1,7 @@
 """The windows of a target's requests: one for all that name none, and one of each kind that some request has named."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.budget import GoodputWindow, Window
 from engine.tree import TokenTree
@@ -25,6 +26,10 @@ class Windows:
         self._named = named
         self._made: dict[str, Window] = {}  # by name, once a request has named it
         self._nothing = TokenTree(0, 1)
+
+    def replace(self, own: Window) -> None:
+        """Another one for requests that name none; who names the one before gets that."""
+        self.own, self._named = own, replace(self._named, own="")
 
     def takes_turns(self, on: bool) -> None:
         """Whether a draft shares the target's process from now on."""

@@ -184,17 +184,19 @@ class Stepper:
         self._margins = margins
         self._states = states
 
-    def step(self, plans: Seq[Plan]) -> list[Outcome]:
-        """One forward pass over all plans. Raises StepError, before anything is committed for anybody."""
+    def step(self, plans: list[Plan]) -> list[Outcome]:
+        """One forward pass over all plans. Raises StepError, before anything is committed for anybody.
+
+        Guesses that numbers may have failed at are taken out of `plans`, and the pass is made again.
+        """
         batch = [self._rows(plan) for plan in plans]
         counts = [len(rows.tokens) - rows.wanted for rows in batch]
         try:
             logits, choices, margins = self._choose(plans, batch, counts)
         except StepError as error:
-            again = self._without_guesses(plans, error.request_id)
-            if again is None:
+            if not self._leave_out_guesses(plans, error.request_id):
                 raise
-            return self.step(again)
+            return self.step(plans)
         outcomes = []
         stop = 0
         for plan, rows, count in zip(plans, batch, counts, strict=True):
@@ -234,12 +236,14 @@ class Stepper:
                     self.runner.pool.wipe(plan.sequence.lease, plan.sequence.computed)
                     raise StepError(plan.sequence.request.request_id)
 
-    def _without_guesses(self, plans: Seq[Plan], request_id: str) -> list[Plan] | None:
-        """The same plans but for a request's draft tokens, which may be what its numbers failed at; None: it had none."""
-        plan = next(plan for plan in plans if plan.sequence.request.request_id == request_id)
-        if plan.nodes is None or len(plan.nodes) == 0:
-            return None
-        return [replace(each, tree=None, nodes=None) if each is plan else each for each in plans]
+    def _leave_out_guesses(self, plans: list[Plan], request_id: str) -> bool:
+        """A request's draft tokens may be what its numbers failed at. Whether it had any."""
+        at = next(at for at, plan in enumerate(plans) if plan.sequence.request.request_id == request_id)
+        nodes = plans[at].nodes
+        if nodes is None or len(nodes) == 0:
+            return False
+        plans[at] = replace(plans[at], tree=None, nodes=None)
+        return True
 
     def _with_states(self, plans: Seq[Plan], outcomes: list[Outcome], counts: list[int]) -> list[Outcome]:
         """Adds the hidden states at the ends of the walks; counts: wanted rows of each plan."""

@@ -165,13 +165,22 @@ class TokenTree:
         """`nodes` with their ancestors as (parents, tokens, confidences), each [n]: parents are indices, -1 the root."""
         return loops.piece(self.nodes, self.size, nodes)
 
-    def graft(self, committed: Sequence[int], parents: IntArray, tokens: IntArray, confidences: FloatArray) -> int:
+    def graft(
+        self,
+        committed: Sequence[int],
+        parents: IntArray,
+        tokens: IntArray,
+        confidences: FloatArray,
+        told: bool = False,
+    ) -> int:
         """Merges a piece that was rooted before the `committed` tokens; returns how many nodes are new.
 
-        What doesn't begin with the committed tokens is dropped. A confidence above 1 counts as 1.
+        What doesn't begin with the committed tokens is dropped. A confidence above 1 counts as 1. told: by the other side,
+        which knows all these nodes, also those that were here before.
         """
         old = self.size
-        self.size = int(loops.graft(self.nodes, old, _ids(committed), _ids(parents), _ids(tokens), confidences))
+        piece = _ids(committed), _ids(parents), _ids(tokens), confidences
+        self.size = int(loops.graft(self.nodes, old, *piece, told))
         return self.size - old
 
     def hang(self, tokens: Sequence[int], confidences: Sequence[float]) -> None:

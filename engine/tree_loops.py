@@ -127,7 +127,13 @@ def adopt(nodes: Nodes, size: int, parents: IntArray, tokens: IntArray, confiden
 
 @compiled
 def graft(
-    nodes: Nodes, size: int, committed: IntArray, parents: IntArray, tokens: IntArray, confidences: FloatArray
+    nodes: Nodes,
+    size: int,
+    committed: IntArray,
+    parents: IntArray,
+    tokens: IntArray,
+    confidences: FloatArray,
+    told: bool,
 ) -> int:
     """The new size; see TokenTree.graft."""
     # Where each node of the piece went: a node here, -2 - k when the first k committed tokens lead there, or _GONE.
@@ -139,6 +145,8 @@ def graft(
             sure = confidences[i] > 1
             places[i] = add(nodes, size, before, tokens[i], 1.0 if sure else confidences[i])
             size = max(size, places[i] + 1)
+            if told and places[i] >= 0:
+                nodes.sent[places[i]] = True
         elif before == _GONE or committed[-2 - before] != tokens[i]:
             places[i] = _GONE
         else:

@@ -166,6 +166,17 @@ def test_drafts_that_never_say_anything_are_not_waited_for_forever() -> None:
     assert looks > 30
 
 
+@pytest.mark.parametrize("kind", [ONE, MANY])
+@pytest.mark.parametrize("heard", [True, False])
+def test_requests_that_fail_at_their_first_token_bring_none(kind: Kind, heard: bool) -> None:
+    """They say nothing of any place, and are no reason to fail."""
+    best = BestPlace(PLACES)
+    for _ in range(2_000):
+        best.stepped(kind, 0, 1.0, heard)
+    shares(best, 500, kind, BEST["none"])
+    assert shares(best, 1_000, kind, BEST["none"])["none"] > 0.9
+
+
 def test_a_batch_that_comes_and_goes_changes_nothing() -> None:
     """Every change would have all texts read again."""
     best = BestPlace(PLACES)

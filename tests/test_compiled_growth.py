@@ -162,7 +162,7 @@ def test_several_sessions_a_filter_or_a_grammar_are_left_to_python(
     for params in (SamplingParams(1.0, top_p=0.9, seed=1), SamplingParams(repetition_penalty=1.2)):
         drafter.open(0, prompts[0][:40], params)
         assert drafter._compiled(drafter._sessions[0]) is None
-        assert drafter.grow() == [0]
+        assert drafter.grow() == [0, 1, 2, 3]
         drafter.close(0)
     drafter.open(0, prompts[0][:40], SamplingParams())
     drafter.open(1, prompts[1][:40], SamplingParams())
@@ -176,3 +176,25 @@ def test_keys_of_noise_are_those_of_compiled_loops() -> None:
         for position in (0, 1, 1000, 2**31):
             expected = noise.keys(seed, [position]).item()
             assert int(noise.key_of(np.uint64(seed), position)) == expected
+
+
+def test_many_new_sessions_hold_up_no_other(draft: ModelRunner) -> None:
+    """All together read so many tokens in a step, and who has least to read goes first."""
+    drafter = ModelDrafter(draft, Growing(prefill_tokens=100, prefill_chunk=40))
+    params = SamplingParams(temperature=0)
+    drafter.open(0, exact.load_prompts(1)[0][:20], params)
+    drafter.grow()
+    assert drafter.tree(0).expanded[0]
+    new = range(1, 6)
+    for session in new:
+        drafter.open(session, exact.load_prompts(1)[0][: 60 + session], params)
+    drafter.commit(0, [5])
+    assert drafter.grow() == [0, 1, 2, 3]
+    assert drafter.tree(0).expanded[0], "its one token came first"
+    assert sum(len(drafter._sessions[session].pending) for session in new) == sum(60 + each for each in new) - 99
+    for _ in range(4):
+        drafter.grow()
+    assert all(drafter.tree(session).expanded[0] for session in new)
+    drafter.check()
+    for session in (0, *new):
+        drafter.close(session)

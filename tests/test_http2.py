@@ -272,20 +272,49 @@ def read(connection: Connection) -> bool:
     return connection.fileno() >= 0
 
 
+def read_here(client: Connection, server: Connection, stream: int, kept: Kept) -> None:
+    """Reads until the connection's thread, with the first messages, has found out that it isn't needed."""
+    in_a_row = number = 0
+    while in_a_row < 100:
+        server.outgoing(stream).put([number.to_bytes(2)])
+        until(lambda: not read(client) or not kept.told.empty(), "it is read")
+        assert kept.told.get_nowait() == ("message", stream, number.to_bytes(2))
+        in_a_row = in_a_row + 1 if kept.thread == threading.get_ident() else 0
+        number += 1
+
+
 def test_who_reads_often_is_told_on_his_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_ATTENDED_S", 60)
     kept = Kept()
     with two_speaking(kept, LinkOptions(keepalive_time_s=60)) as (client, server, stream):
-        in_a_row = number = 0
-        while in_a_row < 100:  # the connection's thread finds out with the first ones that it isn't needed
-            server.outgoing(stream).put([number.to_bytes(2)])
-            until(lambda: not read(client) or not kept.told.empty(), "it is read")
-            assert kept.told.get_nowait() == ("message", stream, number.to_bytes(2))
-            in_a_row = in_a_row + 1 if kept.thread == threading.get_ident() else 0
-            number += 1
+        read_here(client, server, stream, kept)
         server.close()
         until(lambda: not read(client), "the end is found by reading")
         assert kept.told.get(timeout=PATIENCE_S) == ("lost",)
+
+
+def test_who_reads_has_all_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a message that is longer than what is asked for at once."""
+    monkeypatch.setattr(http2, "_ATTENDED_S", 60)
+    kept = Kept()
+    with two_speaking(kept, LinkOptions(keepalive_time_s=60)) as (client, server, stream):
+        read_here(client, server, stream, kept)
+        client._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+        long = bytes(40_000)
+        server.outgoing(stream).put([long])
+        until(lambda: not server._unsent, "it is under way")
+        # The connection's thread may look again, and take a part.
+        until(lambda: len(client._streams[stream].received) + waiting(client) > len(long), "it has come")
+        client.read()
+        assert kept.told.get_nowait() == ("message", stream, long)
+
+
+def waiting(connection: Connection) -> int:
+    """Bytes that came and were not read."""
+    try:
+        return len(connection._socket.recv(1 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return 0
 
 
 def test_who_has_read_and_stops_is_read_for() -> None:

@@ -381,6 +381,12 @@ def test_nothing_listens() -> None:
         connect(address, 0.2)
 
 
+@pytest.mark.parametrize("host", [".", "x" * 64])
+def test_a_name_that_no_host_can_have_is_no_answer(host: str) -> None:
+    with pytest.raises(LinkError, match=r"no answer within 0\.2 s"):
+        connect(f"{host}:9101", 0.2)
+
+
 def test_a_server_that_starts_later_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

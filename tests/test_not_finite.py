@@ -65,8 +65,10 @@ def test_a_guess_that_overflows_fails_nobody(runner: ModelRunner) -> None:
             stepper.step([Plan(sequence)])
         tree = TokenTree(sequence.tokens[-1])
         tree.add(ROOT, OVERFLOWS, 0.9)
-        (outcome,) = stepper.step([Plan(sequence, tree, everything(tree))])
+        plans = [Plan(sequence, tree, everything(tree))]
+        (outcome,) = stepper.step(plans)
         assert (len(outcome.tokens), outcome.accepted) == (1, 0)
+        assert (plans[0].nodes, len(outcome.choices)) == (None, 1), "nothing was verified"
         while sequence.finish_reason is None:
             stepper.step([Plan(sequence)])
         runner.pool.release(sequence.lease)

@@ -55,6 +55,13 @@ def test_each_window_chooses_for_the_requests_that_named_it() -> None:
     assert windows.choose([], []) == ([], 0.0)
 
 
+def test_who_names_the_window_that_was_everybodys_still_gets_it() -> None:
+    windows, trees = Windows(FixedChain(2), NamedWindows(own="chain:2")), [chain_of(9), chain_of(9)]
+    windows.replace(FixedChain(5))
+    chosen, _ = windows.choose(["chain:2", ""], trees)
+    assert [len(nodes) for nodes in chosen] == [2, 5]
+
+
 def test_a_window_that_learns_is_shared_by_those_that_named_it() -> None:
     windows, tree = Windows(FixedChain(2), NamedWindows()), chain_of(12)
     ((before,), _) = windows.choose(["heuristic"], [tree])

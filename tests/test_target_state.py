@@ -96,6 +96,20 @@ def test_growth_that_fits_becomes_the_mirror() -> None:
     state.check()
 
 
+def test_what_a_draft_says_is_told_apart_from_what_was_looked_up() -> None:
+    """What both say is the draft's, too: else one that is right would rest where the text repeats itself."""
+    state = TargetState(8, lookup=3)
+    state.draft_joined(A)
+    session = state.session_opened([1, 2, 3, 4, 1, 2], PARAMS)
+    mirror = state.mirror(session)
+    looked_up = mirror.along([3, 4, 1])
+    assert len(looked_up) == 3
+    assert not mirror.sent[looked_up].any()
+    state.received(A, growth(session, handle(1, 2, 3, 4, 1, 2), (-1, 3, 0.9), (0, 5, 0.8)))
+    assert mirror.sent[mirror.along([3, 5])].tolist() == [True, True]
+    assert mirror.sent[mirror.along([3, 4, 1])].tolist() == [True, False, False]
+
+
 def test_growth_below_a_root_that_moved_on_is_grafted() -> None:
     state = state_with(A)
     session = state.session_opened(PROMPT, PARAMS)

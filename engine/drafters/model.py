@@ -45,6 +45,7 @@ class Growing:
     max_nodes: int = 2048
     max_expanded: int = 256  # of them, and at most half: each takes a slot
     prefill_chunk: int = 64  # prefix tokens per session and draft step
+    prefill_tokens: int = 512  # and of all sessions: many new ones don't hold up the others
     lookup: int = 8  # tokens looked up after each commit; 0: none
     doubtful: float = DOUBTFUL  # lookups that are right less often are not taken
     shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
@@ -307,9 +308,12 @@ class ModelDrafter:
         """Rows of one batch, and what their logits belong to."""
         batch: list[SequenceRows] = []
         parts: list[_Part] = []
-        for session, held in self._sessions.items():
-            if held.pending:
-                chunk = self._known(held.pending[: self._growing.prefill_chunk])
+        left = self._growing.prefill_tokens
+        behind = ((session, held, held.pending) for session, held in self._sessions.items())
+        for session, held, pending in sorted(behind, key=lambda each: len(each[2])):  # who has least to read goes first
+            if pending and left > 0:
+                chunk = self._known(pending[: min(left, self._growing.prefill_chunk)])
+                left -= len(chunk)
                 batch.append(chain_rows(held.lease, held.computed, chunk, in_place=True))
                 held.computed += len(chunk)
                 parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
