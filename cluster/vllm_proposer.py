@@ -38,6 +38,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 0.5
 _TIMES = 4096  # that are kept
 _LONGEST_WAIT_MS = 1000
+_PATIENT, _RAREST = 8, 63  # waits in vain before fewer misses are waited for; misses that are not, at most, in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,8 @@ class Proposals:
         self._made: queue.SimpleQueue[Link[Down, Up]] = queue.SimpleQueue()
         self._arrived = threading.Event()  # something can be received
         self._connected: dict[str, Link[Down, Up]] = {}  # by address; the connecting thread's
+        self._in_vain = 0  # waits in a row
+        self._passed_by = 0  # misses that are not waited for any more
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._keep_connected, name="paceline-connect", daemon=True),
@@ -249,12 +252,17 @@ class Proposals:
     def _wait(self, sessions: Sequence[int]) -> float:
         """A bounded time for growth where nothing at all could be proposed: one row's miss holds up no other's hit.
 
-        Returns the seconds it took.
+        Where drafts are too slow for that, it waits more and more seldom. Returns the seconds it took.
         """
         if not sessions or any(self._state.hit(session) or not self._state.attached(session) for session in sessions):
             return 0.0
+        if self._passed_by:
+            self._passed_by -= 1
+            return 0.0
         started = time.monotonic()
-        self._changed.wait_for(lambda: any(map(self._state.hit, sessions)), self._options.wait_s)
+        arrived = self._changed.wait_for(lambda: any(map(self._state.hit, sessions)), self._options.wait_s)
+        self._in_vain = 0 if arrived else self._in_vain + 1
+        self._passed_by = min(2 ** max(0, self._in_vain - _PATIENT) - 1, _RAREST)
         return time.monotonic() - started
 
     def _join_new(self) -> None:

@@ -54,7 +54,7 @@ def wrong(token: int, by: int = 1) -> int:
 
 
 def step(stepper: Stepper, *plans: Plan) -> list[Outcome]:
-    outcomes = stepper.step(plans)
+    outcomes = stepper.step(list(plans))
     assert [outcome.sequence for outcome in outcomes] == [plan.sequence for plan in plans]
     return outcomes
 

@@ -263,6 +263,21 @@ def test_a_service_that_never_answers_stalls_a_step_no_longer_than_told(closing:
     assert proposals.propose([row(1, 2, 3), row(4, 5)], [False, False]) == [[], []]
 
 
+def test_a_service_that_is_too_slow_is_waited_for_more_and_more_seldom(closing: ExitStack) -> None:
+    silent = DraftServer("127.0.0.1", 0, lambda link: None)
+    closing.callback(silent.stop)
+    proposals = Proposals(options(silent.address, wait_s=0.001))
+    closing.callback(proposals.close)
+    until(lambda: connected(proposals, 1), "the service is found")
+    proposals.times.clear()
+    for end in range(500):
+        proposals.propose([row(1, 2, *range(end))], [True])
+    waited = [waited_s > 0 for _, waited_s in proposals.times]
+    assert all(waited[:8])
+    assert sum(waited) < 25
+    assert any(waited[-100:]), "it may have become faster"
+
+
 def test_a_failure_while_receiving_ends_the_drafts_with_its_reason(
     linked: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
