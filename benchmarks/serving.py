@@ -35,7 +35,7 @@ from cluster.target_stats import TargetStats
 from deployments.app import draft_config, target_config
 from deployments.config import ModelOptions, ServeConfig
 from deployments.config_load import parse_config
-from deployments.serve import APPLICATION, deploy, withdraw
+from deployments.serve import APPLICATION, deploy, prepare, withdraw
 from engine.checkpoint import MODELS
 from engine.expand import expand
 from engine.text import load_tokenizer
@@ -143,7 +143,7 @@ def measure(config: ServeConfig, requests: list[GenerationRequest], rounds: int)
     """The contenders in turn. What their windows and prefix caches learn from a first round is not counted."""
     (model,) = config.models
     start_ray()
-    deploy(config, lambda text: None)
+    deploy(prepare(config, lambda text: None), lambda text: None)
     handle: Any = serve.get_deployment_handle(model.target_deployment, APPLICATION)
     with start_actors(model) as cluster:
         actor = cluster.targets[0]

@@ -31,7 +31,8 @@ Kind = tuple[int, bool]  # of a batch: how many sequences, about, and whether al
 def kind_of(sequences: int, greedy: bool) -> Kind:
     """What is measured together: where drafts pay depends on how many sequences share a step, and on their sampling.
 
-    The nearest power of two: a full batch, which often is one, and what is left of it for a moment are the same kind.
+    The power of two that is nearest by ratio: a full batch, which often is one, and what is left of it for a moment are the
+    same kind.
     """
     return 1 << round(log2(sequences)), greedy
 
@@ -111,8 +112,8 @@ class _Measured:
 
     @property
     def unknown(self) -> bool:
-        """Whether nothing is known of this place yet."""
-        return not self._speeds[self.place].steps
+        """Whether nothing was measured at this place yet."""
+        return self.place not in self._seen
 
     def over_the_best(self) -> dict[Place, _Speed]:
         """What was measured at the other places, with the best one's tokens per second for one."""

@@ -309,6 +309,10 @@ class TargetReplica:
     def _account(self, plans: list[Plan], outcomes: list[Outcome], forward_s: float, started: float) -> None:
         """What a step is remembered by: the trace, the statistics, the cost of its rows."""
         rows = rows_of(plans)
+        for plan, outcome in zip(plans, outcomes, strict=True):
+            if plan.tree is not None and outcome.path:  # what others had guessed by then is not the draft's merit
+                session = self._running[plan.sequence.request.request_id].session
+                self._drafts.accepted(session, int(plan.tree.sent[outcome.path].sum()))
         self.trace.add("target step", started, rows)
         self._tally.step(plans, outcomes, forward_s)
         if self._on_step is not None and outcomes and all(outcome.decoded for outcome in outcomes):
@@ -340,8 +344,6 @@ class TargetReplica:
                 self._own.committed(running.session, plan, outcome)
                 if self._place == "shared":
                     self._shared.committed(running.session, plan, outcome)
-            if plan.tree is not None and outcome.path:  # what else guessed it is not the draft's merit
-                self._drafts.accepted(running.session, int(plan.tree.sent[outcome.path].sum()))
             hit = self._state.tokens_committed(running.session, outcome.tokens)
             self._stats.hits += hit and outcome.decoded
 

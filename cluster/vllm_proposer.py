@@ -38,7 +38,8 @@ _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 0.5
 _TIMES = 4096  # that are kept
 _LONGEST_WAIT_MS = 1000
-_PATIENT, _RAREST = 8, 63  # waits in vain before fewer misses are waited for; misses that are not, at most, in between
+_PATIENT = 8  # waits in vain, in a row, before fewer misses are waited for
+_RARER = 6  # times at most that they become half as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +262,8 @@ class Proposals:
             return 0.0
         started = time.monotonic()
         arrived = self._changed.wait_for(lambda: any(map(self._state.hit, sessions)), self._options.wait_s)
-        self._in_vain = 0 if arrived else self._in_vain + 1
-        self._passed_by = min(2 ** max(0, self._in_vain - _PATIENT) - 1, _RAREST)
+        self._in_vain = 0 if arrived else min(self._in_vain + 1, _PATIENT + _RARER)
+        self._passed_by = 2 ** max(0, self._in_vain - _PATIENT) - 1
         return time.monotonic() - started
 
     def _join_new(self) -> None:
@@ -270,6 +271,7 @@ class Proposals:
             while True:
                 link = self._made.get_nowait()
                 link.set_notify(self._arrived.set)
+                self._in_vain = self._passed_by = 0  # it may be a faster one
                 self._links[self._next_link] = link
                 self._state.draft_joined(self._next_link)
                 self._next_link += 1

@@ -6,7 +6,6 @@ a grammar makes sure of it.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -19,7 +18,6 @@ from deployments.openai import ChatRequest, FunctionCall, Message, NamedTool, To
 from engine.types import Grammar, InvalidRequest, require
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # that begins or ends a string of JSON
 _KINDS = {"type", "const", "enum", "anyOf", "oneOf", "allOf", "$ref"}  # of schemas: one says what values there are
 DEFAULT_TEMPLATE = """\
 {%- if tools %}
@@ -175,7 +173,7 @@ class TaggedCalls:
         """The texts and calls that are certain now."""
         self._held += text
         found: list[str | FunctionCall] = []
-        while (start := self._held.find(OPEN)) >= 0 and (end := _closing(self._held, start + len(OPEN))) >= 0:
+        while (start := self._held.find(OPEN)) >= 0 and (end := self._held.find(CLOSE, start)) >= 0:
             self._say(self._held[:start], found)
             call = parse_call(self._held[start + len(OPEN) : end])
             end += len(CLOSE)
@@ -209,21 +207,13 @@ class TaggedCalls:
         self._space = ""
 
     def _say(self, text: str, found: list[str | FunctionCall]) -> None:
-        """However it comes in pieces: space around calls, but for that before the first one, means nothing."""
+        """However it comes in pieces: behind the first call, space before a call or the end means nothing."""
         if self._called:
             text = self._space + text
             said = text.rstrip()
             self._space, text = text[len(said) :], said
         if text:
             found.append(text)
-
-
-def _closing(text: str, start: int) -> int:
-    """Where the tag is that ends a call whose JSON begins at `start`: not within a string of it. -1 where none is yet."""
-    end = text.find(CLOSE, start)
-    while end >= 0 and len(_QUOTE.findall(text, start, end)) % 2:
-        end = text.find(CLOSE, end + 1)
-    return end
 
 
 def _begun(text: str) -> int:

@@ -137,7 +137,9 @@ def _check_where(schema: ServeDeploySchema) -> None:
         if (there := getattr(http, name)) != schema.http_options.model_dump().get(name)
     ]
     wanted = schema.grpc_options
-    if (grpc.grpc_servicer_functions and grpc.port) != (wanted.grpc_servicer_functions and wanted.port):
+    if wanted.grpc_servicer_functions != grpc.grpc_servicer_functions or (
+        wanted.grpc_servicer_functions and wanted.port != grpc.port
+    ):
         differing.append(f"grpc.port is {grpc.port if grpc.grpc_servicer_functions else 'none'}")
     if differing:
         told = f"Serve runs on that cluster already, and its addresses stay: {', '.join(differing)}"

@@ -1,7 +1,5 @@
 """Tool calls out of a text, however it comes in pieces; and the grammar of those that are insisted on."""
 
-import json
-
 import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +11,7 @@ from engine.text import load_tokenizer
 from tests import exact
 
 CALL = f'{OPEN}{{"name": "count", "arguments": {{"to": 3}}}}{CLOSE}'
-QUOTING = f'{OPEN}{{"name": "write", "arguments": {{"text": "a \\"{CLOSE}\\" in it, and \\\\"}}}}{CLOSE}'
-PARTS = (CALL, QUOTING, OPEN, CLOSE, f"{OPEN}{{no}}{CLOSE}", " ", "\n\n", "Done.", "<", "<tool", '"')
+PARTS = (CALL, OPEN, CLOSE, f"{OPEN}{{no}}{CLOSE}", " ", "\n\n", "Done.", "<", "<tool", '"')
 
 
 def read(pieces: list[str]) -> list[str | FunctionCall]:
@@ -40,12 +37,6 @@ def test_space_within_a_text_behind_a_call_stays() -> None:
     calls = TaggedCalls()
     told = [item for piece in (CALL, "\n", "Done.", "\n\n", "Next", "\n") for item in calls.push(piece)]
     assert told[1:] + calls.flush() == ["\nDone.", "\n\nNext"]
-
-
-def test_an_argument_may_quote_the_closing_tag() -> None:
-    (call,) = read([QUOTING])
-    assert isinstance(call, FunctionCall)
-    assert json.loads(call.arguments) == {"text": f'a "{CLOSE}" in it, and \\'}
 
 
 def test_arguments_that_are_insisted_on_are_objects() -> None:

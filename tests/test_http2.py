@@ -293,20 +293,27 @@ def test_who_reads_often_is_told_on_his_own_thread(monkeypatch: pytest.MonkeyPat
         assert kept.told.get(timeout=PATIENCE_S) == ("lost",)
 
 
-def test_who_reads_has_all_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_has_all_that_came() -> None:
     """Also of a message that is longer than what is asked for at once."""
-    monkeypatch.setattr(http2, "_ATTENDED_S", 60)
-    kept = Kept()
-    with two_speaking(kept, LinkOptions(keepalive_time_s=60)) as (client, server, stream):
-        read_here(client, server, stream, kept)
-        client._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
-        long = bytes(40_000)
-        server.outgoing(stream).put([long])
-        until(lambda: not server._unsent, "it is under way")
-        # The connection's thread may look again, and take a part.
-        until(lambda: len(client._streams[stream].received) + waiting(client) > len(long), "it has come")
-        client.read()
-        assert kept.told.get_nowait() == ("message", stream, long)
+    kept, far = Kept(), Kept()
+    client, server = two_ends(kept, far, LinkOptions(keepalive_time_s=60))
+    client._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+    stream = client.request("/a.Service/Method", "somewhere")  # its thread never starts: all is read here
+    with client._lock:
+        client._write()
+    server.start()
+    far.told.get(timeout=PATIENCE_S)
+    server.respond(stream)
+    until(lambda: not read(client) or not kept.told.empty(), "the stream is accepted")
+    assert kept.told.get_nowait() == ("opened", stream)
+    long = bytes(40_000)
+    server.outgoing(stream).put([long])
+    until(lambda: waiting(client) >= 5 + len(long) + 9 * len(long) // 16384, "it has come")
+    until(lambda: not server._unsent, "nothing is under way")
+    client.read()
+    assert kept.told.get_nowait() == ("message", stream, long)
+    server.close()
+    client._socket.close()
 
 
 def waiting(connection: Connection) -> int:

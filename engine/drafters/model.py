@@ -45,7 +45,7 @@ class Growing:
     max_nodes: int = 2048
     max_expanded: int = 256  # of them, and at most half: each takes a slot
     prefill_chunk: int = 64  # prefix tokens per session and draft step
-    prefill_tokens: int = 512  # and of all sessions: many new ones don't hold up the others
+    prefill_tokens: int = 512  # and of all sessions, so that many new ones leave room for the others
     lookup: int = 8  # tokens looked up after each commit; 0: none
     doubtful: float = DOUBTFUL  # lookups that are right less often are not taken
     shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
@@ -308,20 +308,29 @@ class ModelDrafter:
         """Rows of one batch, and what their logits belong to."""
         batch: list[SequenceRows] = []
         parts: list[_Part] = []
-        left = self._growing.prefill_tokens
-        behind = ((session, held, held.pending) for session, held in self._sessions.items())
-        for session, held, pending in sorted(behind, key=lambda each: len(each[2])):  # who has least to read goes first
-            if pending and left > 0:
-                chunk = self._known(pending[: min(left, self._growing.prefill_chunk)])
-                left -= len(chunk)
-                batch.append(chain_rows(held.lease, held.computed, chunk, in_place=True))
-                held.computed += len(chunk)
-                parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
-        for session, nodes in self._pick(self._growing.rows - len(parts)).items():
+        for session, chunk in self._chunks().items():
+            held = self._sessions[session]
+            batch.append(chain_rows(held.lease, held.computed, chunk, in_place=True))
+            held.computed += len(chunk)
+            parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
+        rows = self._growing.rows - len(parts)
+        reading = any(part.held.pending for part in parts)  # for many steps, perhaps: half of the rows stay for others
+        for session, nodes in self._pick(max(rows, self._growing.rows // 2) if reading else rows).items():
             held = self._sessions[session]
             batch.append(self._tree_rows(held, nodes))
             parts.append(_Part(session, held, nodes))
         return batch, parts
+
+    def _chunks(self) -> dict[int, list[int]]:
+        """What sessions read of their committed tokens in a step. Who has least to read goes first."""
+        pending = {
+            session: held.pending for session, held in self._sessions.items() if held.computed < len(held.tokens)
+        }
+        counts, left = dict.fromkeys(pending, 0), self._growing.prefill_tokens
+        for session in sorted(pending, key=lambda session: len(pending[session])):
+            counts[session] = min(len(pending[session]), self._growing.prefill_chunk, left)
+            left -= counts[session]
+        return {session: self._known(pending[session][:count]) for session, count in counts.items() if count}
 
     def _pick(self, count: int) -> dict[int, list[int]]:
         """The most probable frontier nodes of all sessions whose root is expanded."""
