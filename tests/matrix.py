@@ -380,8 +380,8 @@ def main() -> int:
         else:
             for name in left:
                 tell(name, matrix.run(matrix.together[name]))
-        progress.update(task, total=None)  # how many there are is only known as they come
-        for case in filter(lambda case: is_left(case.name), matrix.alone()):
+        for number, case in enumerate(filter(lambda case: is_left(case.name), matrix.alone()), len(left) + 1):
+            progress.update(task, total=number)  # how many there are is only known as they come
             tell(case.name, matrix.run(case))
         progress.print(f"WRONG: {', '.join(wrong)}" if wrong else "all equal", soft_wrap=True)
     return 1 if wrong else 0
