@@ -163,8 +163,9 @@ class TargetActor:
         self._replica.set_speculation(on)
         if on:
             await self.wait_linked(1, _RELINK_S)
-        while not on and self._replica.stats().drafts:
-            await asyncio.sleep(0.01)
+        else:
+            while self._replica.stats().drafts:
+                await asyncio.sleep(0.01)
 
     async def wait_linked(self, drafts: int, timeout_s: float) -> bool:
         """Waits until this many drafts are linked: True; False after `timeout_s`."""

@@ -272,22 +272,17 @@ def read(connection: Connection) -> bool:
     return connection.fileno() >= 0
 
 
-def read_here(client: Connection, server: Connection, stream: int, kept: Kept) -> None:
-    """Reads until the connection's thread, with the first messages, has found out that it isn't needed."""
-    in_a_row = number = 0
-    while in_a_row < 100:
-        server.outgoing(stream).put([number.to_bytes(2)])
-        until(lambda: not read(client) or not kept.told.empty(), "it is read")
-        assert kept.told.get_nowait() == ("message", stream, number.to_bytes(2))
-        in_a_row = in_a_row + 1 if kept.thread == threading.get_ident() else 0
-        number += 1
-
-
 def test_who_reads_often_is_told_on_his_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_ATTENDED_S", 60)
     kept = Kept()
     with two_speaking(kept, LinkOptions(keepalive_time_s=60)) as (client, server, stream):
-        read_here(client, server, stream, kept)
+        in_a_row = number = 0
+        while in_a_row < 100:  # the connection's thread finds out with the first ones that it isn't needed
+            server.outgoing(stream).put([number.to_bytes(2)])
+            until(lambda: not read(client) or not kept.told.empty(), "it is read")
+            assert kept.told.get_nowait() == ("message", stream, number.to_bytes(2))
+            in_a_row = in_a_row + 1 if kept.thread == threading.get_ident() else 0
+            number += 1
         server.close()
         until(lambda: not read(client), "the end is found by reading")
         assert kept.told.get(timeout=PATIENCE_S) == ("lost",)

@@ -172,9 +172,7 @@ def test_what_others_have_deployed_is_not_taken_away(
     assert list(serve.status().applications) == [APPLICATION]
 
 
-def test_addresses_that_serve_would_not_take_are_told(
-    targets: DeploymentHandle[Any], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_serve_would_not_take_are_told(targets: DeploymentHandle[Any], config: ServeConfig) -> None:
     """It runs already, and would leave its proxies where they are."""
     http = config.http.model_copy(update={"port": config.http.port + 1})
     grpc = config.grpc.model_copy(update={"port": None})
