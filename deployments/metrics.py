@@ -113,9 +113,8 @@ class MeasuredService(Service):
             reason = "refused"
             raise
         except DeadlineExceeded:
-            reason = (
-                "error" if timeout_s is None or timeout_s > self._timeout_s else "cancelled"
-            )  # whose deadline it was
+            theirs = timeout_s is not None and timeout_s <= self._timeout_s  # the client's deadline
+            reason = "cancelled" if theirs else "error"
             raise
         except Exception:
             reason = "error"
