@@ -55,10 +55,40 @@ def put(out: Any, i: int, value: Any) -> None:
     out[i] = value
 
 
+def borrowed(argument: Any) -> Any:
+    """An array that a function was given, without references that are counted: in loops, each view of it takes two atomic
+    operations otherwise.
+
+    Whoever gave it has to hold it until the function returns, and nobody may keep it or a view of it.
+    """
+    return argument
+
+
 if COMPILES:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic, overload
+    from numba.np import arrayobj
+
+    _arrays: Any = arrayobj  # without types
+
+    def _borrowing(context: Any, array: Any) -> Any:
+        def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kind = _arrays.make_array(array)
+            given, view = kind(context, builder, arguments[0]), kind(context, builder)
+            _arrays.populate_array(view, given.data, given.shape, given.strides, given.itemsize, meminfo=None)
+            return view._getvalue()
+
+        return array(array), write
+
+    _borrow: Any = intrinsic(_borrowing)
+
+    @overload(borrowed)
+    def _borrowed(argument: Any) -> Any:
+        def view(argument: Any) -> Any:
+            return _borrow(argument)
+
+        return view
 
     def _prefetching(context: Any, address: Any) -> Any:
         """Has the cache line at an address (bytes) read ahead; any address may be given."""
@@ -78,12 +108,16 @@ if COMPILES:
     _prefetch: Any = intrinsic(_prefetching)
 
     @partial(compiled, long=True)
-    def read_ahead(matrix: Any, row: int) -> None:
-        """Has a row of a matrix in C order brought to the caches while other work goes on."""
-        size = matrix.shape[1] * matrix.itemsize
-        first = matrix.ctypes.data + row * size
+    def read_ahead(address: Any, size: int) -> None:
+        """Has so many bytes from an address on brought to the caches while other work goes on."""
         for byte in range(0, size, _LINE):
-            _prefetch(np.uint64(first + byte))
+            _prefetch(np.uint64(address + byte))
+
+    @partial(compiled, long=True)
+    def read_row_ahead(matrix: Any, row: int) -> None:
+        """The same with a row of a matrix in C order."""
+        size = matrix.shape[1] * matrix.itemsize
+        read_ahead(matrix.ctypes.data + row * size, size)
 
     @overload(widened)
     def _widened(x: Any) -> Any:
@@ -109,8 +143,11 @@ if COMPILES:
 
 else:
 
-    def read_ahead(matrix: Any, row: int) -> None:
+    def read_ahead(address: Any, size: int) -> None:
         """Nothing, where nothing is compiled."""
+
+    def read_row_ahead(matrix: Any, row: int) -> None:
+        """Nothing either."""
 
 
 @partial(compiled, long=True)

@@ -16,18 +16,22 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.compiled import compiled, exponential, put
+from engine.compiled import borrowed, compiled, exponential, put, read_ahead
 from engine.kv import PAGE
 from engine.torch_calls import ROWS, leave, multiply
 from engine.types import BoolArray, FloatArray, IntArray
 
+Longs = npt.NDArray[np.int64]
 _long = partial(compiled, long=True)
 _HEADER = 6
 _WORD = 4  # bytes
 _PAGE = np.uint32(PAGE)
 _NOTHING = np.zeros(0, np.int32)
+# At a time: scores, of which a core's caches hold the values, too; parts.
+_SCORES, _TOGETHER = 1 << 14, 256
 
 
 @cache
@@ -237,6 +241,7 @@ class _Sequence(NamedTuple):
 @_long
 def _read(plan: IntArray, at: int) -> tuple[_Sequence, int]:
     """The sequence whose plan begins there, and where that ends."""
+    plan = borrowed(plan)
     rows, first, full, columns, blocks, copied = plan[at : at + _HEADER]
     at += _HEADER
     pages, at = plan[at : at + full], at + full
@@ -274,54 +279,97 @@ def attend(
 ) -> None:
     """qkv: [rows of the pass, heads or more, head_dim]; keys, values: a layer's, [kv_heads, pages, PAGE x head_dim].
 
-    out: [rows of the pass, heads, head_dim]; rows that are in no plan are not written.
+    out: [rows of the pass, heads, head_dim]; rows that are in no plan get 0. Query heads that share a KV head are rows of a
+    product. The scores of several parts come first, then their weights, then their sums: a kernel that follows another one
+    sets the processor up anew, and values are on their way while weights are computed.
     """
-    at = 0
+    (rows, heads, dim), kv_heads = out.shape, len(keys)
+    queries = np.empty((kv_heads, rows * heads // kv_heads, dim), keys.dtype)
+    answers = np.zeros(queries.shape, np.float32)
+    _by_kv_heads(qkv, heads, queries)
+    at, kv, start = 0, 0, 0
     while at < len(plan):
-        sequence, at = _read(plan, at)
-        _attend(qkv, keys, values, sequence, scale, out)
+        parts, size, at, kv, start = _next_parts(plan, at, kv, start, kv_heads, heads // kv_heads)
+        scores, weights = np.empty(size, np.float32), np.empty(size, keys.dtype)
+        for i in range(len(parts)):
+            _score(queries, keys, _part(plan, parts[i], heads // kv_heads), scores)
+        for i in range(len(parts)):
+            _weigh(scores, values, dim, _part(plan, parts[i], heads // kv_heads), scale, weights)
+        for i in range(len(parts)):
+            _add_up(weights, values, _part(plan, parts[i], heads // kv_heads), answers)
+    _by_rows(answers, out)
+
+
+class _Part(NamedTuple):
+    """Rows of a sequence that are computed together, for one KV head: as many queries each as share that."""
+
+    sequence: _Sequence
+    kv: int
+    start: int  # of the sequence's rows
+    fold: int  # queries of a row
+    queries: int
+    first: int  # of the queries, over all rows of the pass
+    scores: int  # where they begin, [blocks, queries, PAGE]
 
 
 @_long
-def _attend(
-    qkv: FloatArray, keys: FloatArray, values: FloatArray, sequence: _Sequence, scale: float, out: FloatArray
-) -> None:
-    """As many rows at a time as the kernels take; query heads that share a KV head are rows of a product."""
-    dim, kv_heads, full = out.shape[2], len(keys), len(sequence.pages)
-    fold, count = out.shape[1] // kv_heads, len(sequence.lengths)
-    at_once = min(count, max(1, ROWS // fold))
-    places = keys.shape[2] // dim  # PAGE, but compilers don't know: of loops so short they would make no vectors
-    sources, places_of = _moved(sequence.copies)
-    own_keys = np.zeros((kv_heads, len(sequence.copies) * PAGE * dim), keys.dtype)
-    own_values = np.zeros_like(own_keys)
-    for kv in range(kv_heads):
-        _copy_pages(keys[kv], sequence.copies, own_keys[kv])
-        _copy_pages(values[kv], sequence.copies, own_values[kv])
-        _copy_keys(_words(keys[kv].reshape(-1)), sources, places_of, dim * keys.itemsize // _WORD, _words(own_keys[kv]))
-        _copy_values(
-            _words(values[kv].reshape(-1)), sources, places_of, dim, _WORD // keys.itemsize, _words(own_values[kv])
-        )
-    blocks, straight = np.concatenate((sequence.pages, sequence.blocks)), _straight(sequence)
-    queries, answers = np.empty((at_once * fold, dim), keys.dtype), np.empty((at_once * fold, dim), np.float32)
-    scores = np.empty((len(blocks), at_once * fold, places), np.float32)
-    weights, lanes = np.empty(scores.shape, keys.dtype), np.empty(places, np.float32)
-    path = np.empty(sequence.places.shape[1], np.float32)
-    for start in range(0, count, at_once):
-        rows = min(at_once, count - start)
-        first = sequence.first + start
-        for kv in range(kv_heads):
-            for i in range(rows * fold):
-                asked, to = qkv[first + i // fold, kv * fold + i % fold], queries[i]
-                for d in range(dim):
-                    put(to, d, asked[d])
-            _score(queries, rows * fold, keys[kv], own_keys[kv], blocks, scores)
-            for i in range(rows * fold):
-                row = start + i // fold
-                seen = sequence.places[row, : sequence.lengths[row]]
-                _weigh(scores, i, full, seen, straight[row], scale, weights, path, lanes)
-            _add_up(weights, rows * fold, values[kv], own_values[kv], blocks, answers)
-            for i in range(rows * fold):
-                out[first + i // fold, kv * fold + i % fold] = answers[i]
+def _next_parts(
+    plan: IntArray, at: int, kv: int, start: int, kv_heads: int, fold: int
+) -> tuple[Longs, int, int, int, int]:
+    """The parts that follow, from a KV head and a row of the sequence on that begins at `at`, as many as fill _SCORES.
+
+    Of each: where its sequence begins, its KV head, its first row and the one behind its last, and where its scores begin,
+    [n, 5]. Returns also how many scores those are, and where to go on.
+    """
+    parts, count, size = np.empty((_TOGETHER, 5), np.int64), 0, 0
+    while at < len(plan) and count < _TOGETHER:
+        sequence, end = _read(plan, at)
+        each, rows = fold * _blocks(sequence) * PAGE, len(sequence.lengths)
+        stop = min(rows, start + max((_SCORES - size) // each, 0 if count else max(1, ROWS // fold)))
+        if stop == start:
+            break
+        parts[count] = at, kv, start, stop, size
+        count, size, start = count + 1, size + (stop - start) * each, stop
+        if start == rows:
+            kv, start = kv + 1, 0
+        if kv == kv_heads:
+            at, kv = end, 0
+    return parts[:count], size, at, kv, start
+
+
+@_long
+def _part(plan: IntArray, numbers: Longs, fold: int) -> _Part:
+    """numbers: of _next_parts."""
+    sequence = _read(plan, numbers[0])[0]
+    start, stop = numbers[2], numbers[3]
+    return _Part(sequence, numbers[1], start, fold, (stop - start) * fold, (sequence.first + start) * fold, numbers[4])
+
+
+@_long
+def _blocks(sequence: _Sequence) -> int:
+    return len(sequence.pages) + len(sequence.blocks)
+
+
+@_long
+def _by_kv_heads(qkv: FloatArray, heads: int, queries: FloatArray) -> None:
+    """queries: [kv_heads, those of all rows, head_dim]."""
+    qkv, queries = borrowed(qkv), borrowed(queries)
+    fold = heads // len(queries)
+    for row in range(len(qkv)):
+        for head in range(heads):
+            asked, to = qkv[row, head], queries[head // fold, row * fold + head % fold]
+            for d in range(len(to)):
+                put(to, d, asked[d])
+
+
+@_long
+def _by_rows(answers: FloatArray, out: FloatArray) -> None:
+    """answers: [kv_heads, those of all rows, head_dim]; out: [rows, heads, head_dim]."""
+    answers, out = borrowed(answers), borrowed(out)
+    fold = out.shape[1] // len(answers)
+    for row in range(len(out)):
+        for head in range(out.shape[1]):
+            out[row, head] = answers[head // fold, row * fold + head % fold]
 
 
 @_long
@@ -390,42 +438,82 @@ def _copy_values(pages: Any, slots: IntArray, places: IntArray, dim: int, pair: 
 
 
 @_long
-def _score(
-    queries: FloatArray, rows: int, keys: FloatArray, own: FloatArray, blocks: IntArray, out: FloatArray
-) -> None:
-    """queries: [rows or more, head_dim]; keys: a head's pages; own: its copied blocks; blocks: as those of `_Sequence`.
-
-    out: [blocks, rows or more, PAGE].
-    """
-    dim, size, narrow = queries.shape[1], queries.itemsize, queries.itemsize == 2
-    asked: Any = np.int64(queries.ctypes.data)
-    to = np.int64(out.ctypes.data)
-    pages, copies = np.int64(keys.ctypes.data), np.int64(own.ctypes.data)
-    for block, number in enumerate(blocks):
-        page = pages + number * PAGE * dim * size if number >= 0 else copies - (number + 1) * PAGE * dim * size
-        multiply(asked, dim, rows, dim, page, PAGE, PAGE, False, to + block * out.shape[1] * PAGE * 4, PAGE, narrow)
-
-
-@_long
-def _add_up(
-    weights: FloatArray, rows: int, values: FloatArray, own: FloatArray, blocks: IntArray, out: FloatArray
-) -> None:
-    """weights: [blocks, rows or more, PAGE]; values: a head's pages; own: its copied blocks; blocks: as above.
-
-    out: [rows or more, head_dim].
-    """
-    dim, size, narrow = out.shape[1], weights.itemsize, weights.itemsize == 2
-    shares = np.int64(weights.ctypes.data)
-    to: Any = np.int64(out.ctypes.data)
-    pages, copies = np.int64(values.ctypes.data), np.int64(own.ctypes.data)
-    for block, number in enumerate(blocks):
-        page = pages + number * PAGE * dim * size if number >= 0 else copies - (number + 1) * PAGE * dim * size
-        some = shares + block * weights.shape[1] * PAGE * size
-        multiply(some, PAGE, rows, PAGE, page, dim, dim, block > 0, to, dim, narrow)
+def _score(queries: FloatArray, keys: FloatArray, part: _Part, out: FloatArray) -> None:
+    """queries: as in _by_kv_heads; keys: a layer's; out: scores of all parts."""
+    queries, out, keys = borrowed(queries[part.kv]), borrowed(out), borrowed(keys[part.kv])
+    sequence, dim, size, narrow = part.sequence, queries.shape[1], queries.itemsize, queries.itemsize == 2
+    own = np.zeros(len(sequence.copies) * PAGE * dim, keys.dtype)
+    if len(sequence.copies):
+        slots, places = _moved(sequence.copies)
+        _copy_pages(keys, sequence.copies, own)
+        _copy_keys(_words(keys.reshape(-1)), slots, places, dim * size // _WORD, _words(own))
+    asked = np.int64(queries.ctypes.data) + part.first * dim * size
+    to: Any = np.int64(out.ctypes.data) + part.scores * 4
+    following = _page(sequence, 0, keys, own)
+    for block in range(_blocks(sequence)):
+        page = following
+        if block + 1 < _blocks(sequence):
+            following = _page(sequence, block + 1, keys, own)
+            read_ahead(following, keys.shape[1] * size)
+        for query in range(0, part.queries, ROWS):
+            some = min(ROWS, part.queries - query)
+            multiply(asked + query * dim * size, dim, some, dim, page, PAGE, PAGE, False, to, PAGE, narrow)
+            to += some * PAGE * 4
 
 
 @_long
-def _weigh(
+def _add_up(weights: FloatArray, values: FloatArray, part: _Part, out: FloatArray) -> None:
+    """weights: of all parts; values: a layer's; out: as answers in _by_rows."""
+    weights, out, values = borrowed(weights), borrowed(out[part.kv]), borrowed(values[part.kv])
+    sequence, dim, size, narrow = part.sequence, out.shape[1], weights.itemsize, weights.itemsize == 2
+    own = np.zeros(len(sequence.copies) * PAGE * dim, values.dtype)
+    if len(sequence.copies):
+        slots, places = _moved(sequence.copies)
+        _copy_pages(values, sequence.copies, own)
+        _copy_values(_words(values.reshape(-1)), slots, places, dim, _WORD // size, _words(own))
+    shares: Any = np.int64(weights.ctypes.data) + part.scores * size
+    to = np.int64(out.ctypes.data) + part.first * dim * 4
+    for block in range(_blocks(sequence)):
+        page = _page(sequence, block, values, own)
+        for query in range(0, part.queries, ROWS):
+            some = min(ROWS, part.queries - query)
+            multiply(shares, PAGE, some, PAGE, page, dim, dim, block > 0, to + query * dim * 4, dim, narrow)
+            shares += some * PAGE * size
+
+
+@_long
+def _page(sequence: _Sequence, block: int, pages: FloatArray, own: FloatArray) -> Any:
+    """The address of a block in a head's pages, or in its copied blocks, which nobody holds behind the last use of `own`."""
+    full = len(sequence.pages)
+    number = np.int64(sequence.pages[block] if block < full else sequence.blocks[block - full])
+    size = pages.shape[1] * pages.itemsize
+    if number >= 0:
+        return np.int64(pages.ctypes.data) + number * size
+    return np.int64(own.ctypes.data) - (number + 1) * size
+
+
+@_long
+def _weigh(scores: FloatArray, values: FloatArray, dim: int, part: _Part, scale: float, weights: FloatArray) -> None:
+    """scores, written too, and weights: of all parts. A layer's values, which are needed next, are read ahead meanwhile."""
+    scores, weights, values = borrowed(scores), borrowed(weights), borrowed(values[part.kv])
+    sequence, blocks, straight = part.sequence, _blocks(part.sequence), _straight(part.sequence)
+    ahead, nothing = 0, values[0, :0]  # blocks that are copied are not there yet
+    places = values.shape[1] // dim  # PAGE, but compilers don't know: of loops so short they would make no vectors
+    path, lanes = np.empty(sequence.places.shape[1], np.float32), np.empty(places, np.float32)
+    stop = part.scores + blocks * part.queries * places
+    asked = scores[part.scores : stop].reshape(blocks, part.queries, places)
+    found = weights[part.scores : stop].reshape(blocks, part.queries, places)
+    for query in range(part.queries):
+        while ahead * part.queries < (query + 1) * blocks:
+            read_ahead(_page(sequence, ahead, values, nothing), values.shape[1] * values.itemsize)
+            ahead += 1
+        row = part.start + query // part.fold
+        seen = sequence.places[row, : sequence.lengths[row]]
+        _weigh_one(asked, query, len(sequence.pages), seen, straight[row], scale, found, path, lanes)
+
+
+@_long
+def _weigh_one(
     scores: FloatArray,
     query: int,
     full: int,
@@ -441,6 +529,7 @@ def _weigh(
     scores, written too, and weights: [blocks, queries, PAGE]. path: [most places], for what has to change its place; lanes:
     [PAGE], for maxima and sums of as many places at a time as processors take. One function: calls would take their time.
     """
+    path, lanes = borrowed(path), borrowed(lanes)
     seen, factor = full + (len(places) + PAGE - 1) // PAGE, np.float32(scale)
     # Scores to position order, which the first are in. Indices as in engine.row_attention.
     for at in range(straight, len(places)):

@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.compiled import compiled, exponential, read_ahead, widened
+from engine.compiled import compiled, exponential, read_row_ahead, widened
 from engine.kv import numbers_of
 from engine.types import BoolArray, FloatArray, IntArray
 
@@ -139,7 +139,7 @@ def _score(query: FloatArray, keys: FloatArray, path: IntArray, out: FloatArray)
     """query: [heads, head_dim]; keys: [slots, head_dim]; out: [heads, len(path)]."""
     for at in range(len(path)):
         if at + _AHEAD < len(path):
-            read_ahead(keys, path[at + _AHEAD])
+            read_row_ahead(keys, path[at + _AHEAD])
         key = keys[np.uint32(path[at])]
         for head in range(len(query)):
             score = np.float32(0)
@@ -175,7 +175,7 @@ def _add_up(weights: FloatArray, values: FloatArray, path: IntArray, out: FloatA
     out[:] = 0
     for at in range(0, whole, _AT_ONCE):  # as many as compilers see not to overlap with `out`
         for later in range(at + _AHEAD, min(at + _AHEAD + _AT_ONCE, len(path))):
-            read_ahead(values, path[later])
+            read_row_ahead(values, path[later])
         a, b = values[np.uint32(path[at])], values[np.uint32(path[at + 1])]
         c, d = values[np.uint32(path[at + 2])], values[np.uint32(path[at + 3])]
         e, f = values[np.uint32(path[at + 4])], values[np.uint32(path[at + 5])]

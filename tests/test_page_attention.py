@@ -111,6 +111,25 @@ def test_a_rows_bits_depend_on_its_path_alone(dtype: torch.dtype) -> None:
             assert torch.equal(attended(pool, qkv[row : row + 1], heads, alone)[0], together[row])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_sequences_have_the_bits_that_each_has_alone(dtype: torch.dtype) -> None:
+    """More than are computed at a time: rows of one, chains, and a prompt that is longer than all at a time."""
+    pool, heads, generator = filled(dtype), 6, np.random.default_rng(8)
+    sequences, first = [], 0
+    for number in range(40):
+        rows, prefix = (300, 0) if number == 20 else (1 + number % 3, int(generator.integers(0, 7 * PAGE)))
+        pages = generator.permutation(np.arange(1, PAGES))[: -(-(prefix + rows) // PAGE)]
+        slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1).astype(np.int32)
+        sequences.append((slots, prefix, slots[prefix : prefix + rows], lower(rows), first, False))
+        first += rows
+    qkv = generator.standard_normal((first, heads + 2 * KV_HEADS, DIM)).astype(np.float32)
+    together = attended(pool, qkv, heads, plan(sequences))
+    for slots, prefix, tree_slots, visible, start, _ in sequences:
+        own = slice(start, start + len(visible))
+        alone = attended(pool, qkv[own], heads, plan([(slots, prefix, tree_slots, visible, 0, False)]))
+        assert torch.equal(alone, together[own])
+
+
 def grown(nodes: int, wide: bool, generator: np.random.Generator) -> BoolArray:
     """A tree of so many nodes, that has many branches or few."""
     out = np.zeros((nodes, nodes), np.bool_)
