@@ -28,6 +28,7 @@ class Submitted:
     request: GenerationRequest
     sink: Sink
     documents: Documents | None = None  # those of the request, as an index
+    grammar: object = None  # compiled, and held until the loop needs it
     overtaken: int = 0  # by how many that came later
     running: "Running | None" = None  # once the loop has looked at it
 

@@ -108,17 +108,21 @@ class TargetReplica:
         An index is made of its documents first: some 0.4 us a token.
         Raises InvalidRequest, Overloaded or Closed.
         """
-        self.check_request(request)
+        grammar = self.check_request(request)
         documents = Documents(request.documents) if request.documents else None
-        self._intake.submit(Submitted(request, sink, documents))
+        self._intake.submit(Submitted(request, sink, documents, grammar))
         self._loop.do(self._admit)
 
-    def check_request(self, request: GenerationRequest) -> None:
-        """Raises InvalidRequest for what can't be run. A grammar that was not seen before may take seconds."""
-        check_request(request, self._runner, self._vocabulary)
+    def check_request(self, request: GenerationRequest) -> object:
+        """Raises InvalidRequest for what can't be run.
+
+        A grammar that was not seen before may take seconds; it is returned, compiled, to be held.
+        """
+        grammar = check_request(request, self._runner, self._vocabulary)
         check_window(request.window)
         total, room = len(request.prompt) + request.params.max_tokens, self._runner.pool.capacity - MAX_WINDOW - 1
         require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
+        return grammar
 
     def cancel(self, request_id: str) -> None:
         """Ends a request within one step; unknown ones are ignored. Its last chunk says "cancelled"."""

@@ -131,7 +131,10 @@ class CostModel:
         if milliseconds <= 0:
             return  # a clock that stands still says nothing
         rows = self._bucket(rows)
-        first = self._first.setdefault(rows, milliseconds / self._common)
+        if rows not in self._first:
+            known = float(self.table(rows)[rows]) if self._first else milliseconds
+            self._first[rows] = near(milliseconds, known) / self._common
+        first = self._first[rows]
         own = self._own.get(rows, 1.0)
         believed = first * own * self._common
         off = near(milliseconds, believed) / believed - 1

@@ -52,7 +52,7 @@ class ElasticSequence(Sequence):
 
     def leave(self) -> None:
         """Gives up its KV; full pages stay cached while nobody needs them."""
-        self._pool.release(self.lease)
+        self._pool.release(self.lease, self._need)
         self.lease = Lease(self._pool.page_size)
         self.computed = 0
 

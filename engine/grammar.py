@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import torch
 import xgrammar
@@ -31,6 +32,16 @@ class Vocabulary:
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._begun: dict[Grammar, Future[None]] = {}  # compiled on a thread, or being so
         self._thread: ThreadPoolExecutor | None = None
+        self._held: WeakValueDictionary[Grammar, xgrammar.CompiledGrammar] = WeakValueDictionary()  # by others, still
+
+    def ends(self, ends: set[int]) -> set[int]:
+        """The tokens that end an output with a grammar, where these end others: a grammar may need ordinary ones as text.
+
+        The tokenizer's own where none is left: something has to come when the grammar is complete.
+        """
+        added = {token for token in ends if token in self.tokenizer.added_tokens_decoder}
+        own = self.tokenizer.eos_token_id
+        return added or ({int(own)} if isinstance(own, int) else set())
 
     def ready(self, grammar: Grammar) -> bool:
         """Whether `compile` takes no time any more, be it to refuse; else another thread begins with it."""
@@ -47,7 +58,16 @@ class Vocabulary:
             self.compile(grammar)
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        """Raises InvalidRequest for a grammar that makes no sense. Equal grammars are compiled once."""
+        """Raises InvalidRequest for a grammar that makes no sense.
+
+        Equal ones are compiled once, as long as somebody holds what came of it, or it is among the latest.
+        """
+        if (held := self._held.get(grammar)) is not None:
+            return held
+        self._held[grammar] = compiled = self._compile(grammar)
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         if self._compiler is None:  # reading a vocabulary takes long, and few models are asked for grammars
             info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=self._vocab_size)
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
@@ -81,7 +101,7 @@ class GrammarState:
     """How far one output has come in its grammar."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, ends: set[int], vocab_size: int) -> None:
-        """ends: the tokens that may come once the grammar is complete."""
+        """ends: the tokens that may come once the grammar is complete; see Vocabulary.ends."""
         self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends) or None)
         self._vocab_size = vocab_size
 

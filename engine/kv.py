@@ -197,9 +197,9 @@ class KVPool:
             lease.assign(lease.pages + self._take(missing, lease.pages))
 
     def trim(self, lease: Lease, tokens: int) -> None:
-        """Gives back what is beyond `tokens` tokens."""
+        """Gives back what is beyond `tokens` tokens, where nothing was written yet."""
         keep = max(len(lease.sealed), -(-tokens // self.page_size))
-        self._let_go(lease.pages[keep:])
+        self._let_go(lease.pages[keep:], written=0)
         lease.assign(lease.pages[:keep])
 
     def seal(self, lease: Lease, digests: Sequence[bytes]) -> None:
@@ -239,11 +239,14 @@ class KVPool:
             lease.assign(lease.pages[:index] + fresh + lease.pages[len(lease.sealed) :])
             del lease.sealed[index:]
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back; raises KeyError when it was given back before. Known prefixes stay cached."""
+    def release(self, lease: Lease, written: int | None = None) -> None:
+        """Gives a lease back; raises KeyError when it was given back before. Known prefixes stay cached.
+
+        written: nothing was written behind so many slots of it; None: anywhere.
+        """
         del self._leases[id(lease)]
         self._cache.touch(lease.sealed)
-        self._let_go(lease.pages)
+        self._let_go(lease.pages, None if written is None else -(-written // self.page_size))
 
     def _take(self, count: int, after: list[int]) -> list[int]:
         """Pages that nobody holds, behind those in `after` where these are free. Cached ones are forgotten."""
@@ -261,9 +264,10 @@ class KVPool:
         self._free[pages] = False
         return pages
 
-    def _let_go(self, pages: list[int]) -> None:
+    def _let_go(self, pages: list[int], written: int | None = None) -> None:
+        """written: so many of the first pages, or all, may hold what is not finite; looking takes a while."""
         self._holders[pages] -= 1
-        for page in pages:
+        for page in pages[:written]:
             if self._holders[page] == 0 and self._cache.used[page] == UNKNOWN and not self._is_finite(page):
                 self._clean(page)  # attention reads whole pages: what is masked would still spoil its sums
         self._free[pages] = (self._holders[pages] == 0) & (self._cache.used[pages] == UNKNOWN)

@@ -183,4 +183,4 @@ def _grammar_state(
         return None
     if vocabulary is None:
         raise InvalidRequest("grammar", "grammars need the model's tokenizer")
-    return GrammarState(vocabulary.compile(params.grammar), ends, vocab_size)
+    return GrammarState(vocabulary.compile(params.grammar), vocabulary.ends(ends), vocab_size)

@@ -100,7 +100,7 @@ class _Drafter:
     ) -> None:
         self._runner = runner
         self._params = params = request.params
-        ends, prompt = end_tokens(params, runner), len(request.prompt)
+        ends, prompt = end_tokens(params, runner, vocabulary), len(request.prompt)
         known = [*request.prompt, *request.resume_tokens]
         self._processors: Processors | None = make_processors(
             params, known, prompt, ends, runner.vocab_size, vocabulary

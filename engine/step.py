@@ -49,7 +49,7 @@ class Sequence:
         self.computed = 0
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None  # set with the finish reason "error"
-        self._ends = end_tokens(params, runner)
+        self._ends = end_tokens(params, runner, vocabulary)
         self.processors = make_processors(
             params, self.tokens, len(request.prompt), self._ends, runner.vocab_size, vocabulary
         )
@@ -100,21 +100,24 @@ class Sequence:
                 self.finish_reason = "stop"
 
 
-def end_tokens(params: SamplingParams, runner: ModelRunner) -> set[int]:
-    """The token ids that end an output: the request's own, and those of the model's generation config."""
+def end_tokens(params: SamplingParams, runner: ModelRunner, vocabulary: Vocabulary | None) -> set[int]:
+    """The token ids that end an output: the request's own, those of the model's generation config, and its grammar's."""
     ids = None if params.ignore_eos else runner.model.generation_config.eos_token_id
-    return {*params.stop_token_ids, *(ids if isinstance(ids, list) else [] if ids is None else [ids])}
+    ends = {*params.stop_token_ids, *(ids if isinstance(ids, list) else [] if ids is None else [ids])}
+    return ends | vocabulary.ends(ends) if vocabulary is not None and params.grammar is not None else ends
 
 
-def check_request(request: GenerationRequest, runner: ModelRunner, vocabulary: Vocabulary | None) -> None:
-    """Raises InvalidRequest for what can't be run: an empty or too long prompt, unknown tokens, a senseless grammar."""
+def check_request(request: GenerationRequest, runner: ModelRunner, vocabulary: Vocabulary | None) -> object:
+    """Raises InvalidRequest for what can't be run: an empty or too long prompt, unknown tokens, a senseless grammar.
+
+    Returns its grammar, compiled: as long as somebody holds it, it is not compiled again.
+    """
     params = request.params
     require(vocabulary is not None or not params.stop, "stop", "stop strings need the model's tokenizer")
     require(vocabulary is not None or not params.grammar, "grammar", "grammars need the model's tokenizer")
     check_known(params, runner.vocab_size)
     _check_prompt(request, runner)
-    if vocabulary is not None and params.grammar is not None:
-        vocabulary.compile(params.grammar)
+    return vocabulary.compile(params.grammar) if vocabulary is not None and params.grammar is not None else None
 
 
 def _check_prompt(request: GenerationRequest, runner: ModelRunner) -> None:

@@ -77,6 +77,12 @@ class TextStream:
             return str(text)
         return self._give_up() if len(self._pending) > _BYTES else ""
 
+    def flush(self) -> str:
+        """What is pending when the stream ends: nothing completes it any more."""
+        text = self._decode(self._pending)
+        self._pending = []
+        return text
+
     def _give_up(self) -> str:
         """What is pending as it is; the stream begins anew behind it."""
         pending = self._pending.copy()
@@ -162,4 +168,4 @@ class OutputText:
 
     def flush(self) -> str:
         """What was held back, when the stream ended for another reason."""
-        return self._stops.flush()
+        return self._stops.push(self._stream.flush()) + self._stops.flush()

@@ -163,7 +163,7 @@ class KVHandle:
     """A name for the KV of a prefix: the prefix is the version. Never accepted from clients."""
 
     length: int  # tokens
-    digest: bytes  # 16 bytes: hash chain over the tokens, salted per tenant
+    digest: bytes  # 16 bytes: hash chain over the tokens; a pool's own pages are salted per tenant, see HandleChain
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,28 @@ def passes(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[in
     return seen
 
 
+def test_pages_that_nothing_was_written_to_are_not_looked_through(
+    target: ModelRunner, texts: list[exact.Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that may become long and ends soon gives most of its pages back as they were."""
+    looked: list[int] = []
+    is_finite = target.pool._is_finite
+
+    def look(page: int) -> bool:
+        looked.append(page)
+        return is_finite(page)
+
+    monkeypatch.setattr(target.pool, "_is_finite", look)
+    sequence = ElasticSequence(GenerationRequest("", texts[0], SamplingParams(max_tokens=500)), target, None)
+    sequence.enter()
+    pages = len(sequence.lease.pages)
+    sequence.trim()
+    assert not looked
+    sequence.reserve()
+    sequence.leave()
+    assert 0 < len(looked) <= -(-(len(texts[0]) + MAX_WINDOW + 1) // PAGE) < pages
+
+
 # --- shared prefixes
 
 

@@ -170,6 +170,16 @@ def test_one_slow_step_is_noise_and_many_are_not() -> None:
     assert model.table(4)[4] == pytest.approx(20, rel=0.01)
 
 
+def test_a_size_that_is_slow_the_first_time_is_noise_too() -> None:
+    model = costs({rows: 10 + 0.1 * rows for rows in (16, 20, 24, 32)})
+    model.observe(19, 20 * 11.9)
+    assert model.table(32)[19] < 2.1 * 11.9
+    for _ in range(40):
+        model.observe(19, 11.9)
+        model.observe(24, 12.4)
+    assert model.table(32)[24] == pytest.approx(12.4, rel=0.1)
+
+
 def test_small_steps_that_were_slow_do_not_make_larger_ones_look_free() -> None:
     """Steps that verify nothing come after a miss, when everything is cold: rare and slow."""
     model = costs({2: 5.0, 8: 8.0, 16: 12.0})

@@ -96,6 +96,16 @@ def test_the_drafter_that_is_right_more_often_gains_weight() -> None:
     assert confidence(drafter, 6) == confidence(drafter, 5), "sampled sessions learn for themselves"
 
 
+def test_what_others_hung_in_and_was_committed_at_once_is_every_drafters() -> None:
+    """Where a target takes turns with it, a commit may come before the drafters take another step."""
+    drafter = MergedDrafter([Told([[(5, 0.5)]]), Told([[(6, 0.4)]])])
+    drafter.open(1, [9], SamplingParams())
+    tree = drafter.tree(1)
+    tree.add(tree.add(ROOT, 7, 0.9), 8, 0.8)
+    drafter.commit(1, [7])
+    assert confidence(drafter, 8) == pytest.approx(0.8, rel=0.02)
+
+
 def test_growth_is_told_from_a_tree_that_only_grows_between_commits(draft: ModelRunner) -> None:
     """The draft's side sends each node once, though confidences change; after a commit all that is left is known."""
     drafter = MergedDrafter([ModelDrafter(draft), NgramDrafter(), NonsenseDrafter(draft.vocab_size, 1)])

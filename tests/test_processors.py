@@ -230,6 +230,33 @@ def test_the_output_follows_its_grammar(
     assert text_of(answer, tokenizer) in ("yes", "no")
 
 
+def test_a_stop_token_is_text_that_a_grammar_may_need(
+    target: ModelRunner, prompts: list[Tokens], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    [brace] = tokenizer("}", add_special_tokens=False)["input_ids"]
+    ruled = generate(target, prompts[0], tokenizer, stop_token_ids=(brace,), grammar=Grammar("regex", "}"))
+    assert (ruled.tokens, ruled.finish_reason) == ([brace], "stop")
+
+
+def test_a_grammar_ends_the_output_of_a_checkpoint_that_names_no_end_token(
+    target: ModelRunner, prompts: list[Tokens], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", None)
+    ruled = generate(target, prompts[0], tokenizer, max_tokens=40, grammar=Grammar("regex", "yes|no"))
+    assert text_of(ruled, tokenizer) in ("yes", "no")
+    assert ruled.finish_reason == "stop"
+
+
+def test_a_compiled_grammar_that_is_held_is_not_compiled_again(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many others came in between, which the compiler remembers instead."""
+    vocabulary = Vocabulary(tokenizer, SIZE)
+    held = vocabulary.compile(Grammar("regex", "a+"))
+    monkeypatch.setattr(vocabulary, "_compile", lambda grammar: pytest.fail("it is compiled again"))
+    assert vocabulary.compile(Grammar("regex", "a+")) is held
+
+
 def test_bad_words_never_come(target: ModelRunner, prompts: list[Tokens]) -> None:
     fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True}
     free = generate(target, prompts[0], **fields).tokens

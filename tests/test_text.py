@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine.checkpoint import ModelError
-from engine.text import StopStrings, TextStream, load_tokenizer
+from engine.text import OutputText, StopStrings, TextStream, load_tokenizer
 
 TEXTS = ["def f(x):\n\treturn x  # ok\n", "Grüße, 世界 👩‍👩‍👧 \u0301e", "", "\x00\x7f<|endoftext|>\r\n", "a" * 50]
 
@@ -36,6 +36,14 @@ def test_a_character_waits_for_its_last_byte(tokenizer: PreTrainedTokenizerFast)
     tokens = tokenizer("👩")["input_ids"]
     assert len(tokens) > 1
     assert streamed(tokenizer, tokens) == [""] * (len(tokens) - 1) + ["👩"]
+
+
+def test_what_nothing_completes_any_more_is_said_at_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = tokenizer("a \N{REPLACEMENT CHARACTER}")["input_ids"] + tokenizer("👩")["input_ids"][:-1]
+    output = OutputText(tokenizer, ())
+    text = "".join([*map(output.push, tokens), output.flush()])
+    assert text == decoded(tokenizer, tokens)
+    assert output.flush() == "", "once"
 
 
 def test_random_tokens_never_fail_and_say_nothing_false(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -15,8 +15,8 @@ _NODES = 64  # per session: their KV takes room in the target's pool
 class EarlyExitDrafter(ModelDrafter):
     """Implements Drafter and TakesPages with the first layers of the target, and with its weights and its pool of KV.
 
-    Pages that the target has sealed are shared: the first layers' part of them is what is needed here. Pages written here
-    hold nothing for the target's other layers, so they are never sealed.
+    Pages that the target has sealed are shared, but for those of tenants with keys of their own: the first layers' part of
+    them is what is needed here. Pages written here hold nothing for the target's other layers, so they are never sealed.
     """
 
     def __init__(

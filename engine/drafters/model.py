@@ -199,7 +199,7 @@ class ModelDrafter:
         return self._patient or self._vocabulary.ready(params.grammar)
 
     def _processors(self, params: SamplingParams, tokens: Sequence[int], prompt: int) -> Processors | None:
-        ends, size = end_tokens(params, self._runner), self._runner.vocab_size
+        ends, size = end_tokens(params, self._runner, self._vocabulary), self._runner.vocab_size
         return make_processors(params, self._known(tokens), prompt, ends, size, self._vocabulary)
 
     def grow(self) -> list[int]:
