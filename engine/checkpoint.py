@@ -81,7 +81,11 @@ def architecture(values: dict[str, Any]) -> str:
 
 def context_length(values: dict[str, Any]) -> int:
     """Tokens that fit in a model's context, by its settings: those at which rotations don't depend on the text's length."""
-    known = values.get("max_position_embeddings") or values.get("n_positions") or sys.maxsize
+    text = values.get("text_config")
+    values = values | text if isinstance(text, dict) else values
+    known = (
+        values.get("max_position_embeddings") or values.get("n_positions") or _usual_length(values.get("model_type"))
+    )
     for name in ("rope_parameters", "rope_scaling"):
         rotations = values.get(name) or {}
         for rotation in (rotations, *rotations.values()):  # one for all layers, or for every kind of them
@@ -89,6 +93,14 @@ def context_length(values: dict[str, Any]) -> int:
                 first = rotation.get("original_max_position_embeddings")
                 known = min(known, first or values.get("original_max_position_embeddings") or known)
     return int(known)
+
+
+def _usual_length(kind: object) -> int:
+    """Tokens that transformers takes for the context of a kind of model whose settings don't say."""
+    from transformers import CONFIG_MAPPING  # seconds, which most settings spare
+
+    usual = CONFIG_MAPPING[kind]() if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+    return int(getattr(usual, "max_position_embeddings", None) or sys.maxsize)
 
 
 def hidden_size(values: dict[str, Any]) -> int:

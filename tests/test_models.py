@@ -151,6 +151,18 @@ def test_rotations_that_depend_on_the_length_of_a_text_end_its_context(tmp_path:
     assert context_length(older) == 64
 
 
+def test_a_context_that_settings_do_not_name_is_the_one_of_their_kind(tmp_path: Path) -> None:
+    """As transformers has it, so that clients are told what the target allows."""
+    folder = save("llama", LLAMA, tmp_path)
+    file = folder / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["max_position_embeddings"]
+    file.write_text(json.dumps(settings))
+    told = context_length(check_checkpoint(folder))
+    assert told == ModelRunner(folder, dtype="float32", kv_tokens=64).max_length < 10_000
+    assert context_length({"model_type": "of several", "text_config": settings}) == told
+
+
 # what does not
 
 
