@@ -1,10 +1,11 @@
 """Drafts with another tokenizer: exact whatever they say, and of use where they are good."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from engine.decode import Generation, Speculation
@@ -13,6 +14,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.drafters.translate import OtherTokenizerDrafter, _shared_out
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
+from engine.tree import Moved
 from engine.types import SamplingParams
 from engine.windows import FixedTree
 from tests import exact
@@ -31,6 +33,17 @@ def small() -> PreTrainedTokenizerFast:
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     trained.train_from_iterator([json.loads(line) for line in exact.PROMPTS.read_text().splitlines()[:20]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=trained)
+
+
+@pytest.fixture(scope="module")
+def spaced() -> PreTrainedTokenizerFast:
+    """As Llama 2 and Mistral have it: spaces are a part of words, and one is put before every text."""
+    trained = Tokenizer(models.BPE(unk_token="?"))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["?"], show_progress=False)
+    trained.train_from_iterator(["the", "cat", "sat", "on", "mat"] * 20, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=trained)
 
 
@@ -95,6 +108,40 @@ def test_text_that_is_repeated_is_guessed_across_tokenizers(
     drafter.close(1)
     drafter.check()
     assert guessed > 0.6 * (len(ids) - known), f"{guessed} of {len(ids) - known}"
+
+
+class Recorded(NgramDrafter):
+    """Remembers the prefix that it is told."""
+
+    def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
+        super().open(session, tokens, params, prompt)
+        self.prefix = list(tokens)
+
+    def commit(self, session: int, tokens: Sequence[int]) -> Moved:
+        self.prefix += tokens
+        return super().commit(session, tokens)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_tokenizer_that_treats_beginnings_otherwise_cuts_no_beginnings_into_a_text(
+    tokenizer: PreTrainedTokenizerFast, spaced: PreTrainedTokenizerFast, steps: int
+) -> None:
+    """Piece by piece, the draft's prefix is the text as its tokenizer cuts it whole, and guesses have their spaces."""
+    text = "the cat sat on the mat " * 8
+    ids: list[int] = tokenizer(text)["input_ids"]
+    inner = Recorded(length=24)
+    drafter = OtherTokenizerDrafter(inner, spaced, tokenizer, length=24)
+    drafter.open(1, ids[:20], SamplingParams())
+    guessed = 0
+    for at in range(20, len(ids), steps):
+        for _ in range(12):
+            drafter.grow()
+        drafter.check()
+        guessed += drafter.tree(1).child(0, ids[at]) >= 0
+        drafter.commit(1, ids[at : at + steps])
+    whole = spaced(text, add_special_tokens=False)["input_ids"]
+    assert inner.prefix == whole[: len(inner.prefix)]
+    assert guessed > 0.5 * len(range(20, len(ids), steps))
 
 
 def test_a_tokens_confidence_is_that_of_the_drafts_tokens_that_begin_in_it() -> None:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Encoding
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from engine import tree_loops as loops
@@ -25,7 +26,7 @@ from engine.types import SamplingParams
 
 _TAIL = 4  # draft tokens at the end of the text that may still be cut otherwise
 _PARTS = 4  # tokens that a character can be cut into
-_CONTEXT = 16  # characters before the guess that the target's tokenizer sees
+_CONTEXT = 16  # characters before a text that a tokenizer sees: many treat a beginning otherwise
 _CUT_OFF = 0.5  # that the last token of a guess would not go on
 _GUESSES = 4  # of full length that the tree has room for
 
@@ -38,6 +39,7 @@ class _Session:
         self.stream = stream
         self.whole = True  # the text ends with a whole character
         self.before = ""  # the last characters of the text that the draft holds
+        self.settled: list[int] = []  # its last tokens of that
         self.text = ""  # what comes behind it
         self.tail: list[int] = []  # the same as the draft's tokens
 
@@ -106,12 +108,12 @@ class OtherTokenizerDrafter:
         self._inner.check()
         for session, held in self._sessions.items():
             held.tree.check()
-            assert held.tail == self._encode(held.text).ids, "the draft's tokens are not the text's"
+            assert held.tail == self._encode(held).ids, "the draft's tokens are not the text's"
             assert len(held.tail) <= _TAIL + _PARTS, "text piles up before the draft"
             self._inner.tree(session).check()
 
-    def _encode(self, text: str) -> Encoding:
-        return self._draft.encode(text, add_special_tokens=False)
+    def _encode(self, held: _Session) -> "_Cut":
+        return _cut(self._draft, held.before, held.text)
 
     def _read(self, held: _Session, tokens: Sequence[int]) -> None:
         """Adds tokens' text."""
@@ -122,17 +124,18 @@ class OtherTokenizerDrafter:
 
     def _settle(self, held: _Session) -> list[int]:
         """Cuts the text anew, and takes from its beginning the draft's tokens that will not change any more."""
-        encoding = self._encode(held.text)
-        settled = len(encoding.ids) - _TAIL
-        while settled > 0 and encoding.offsets[settled][0] < encoding.offsets[settled - 1][1]:
+        cut = self._encode(held)
+        settled = len(cut.ids) - _TAIL
+        while settled > 0 and cut.starts[settled] < cut.ends[settled - 1]:
             settled -= 1  # a character is more than one token
         if settled <= 0:
-            held.tail = encoding.ids
+            held.tail = cut.ids
             return []
-        at = encoding.offsets[settled - 1][1]
+        at = cut.ends[settled - 1]
         held.before, held.text = (held.before + held.text[:at])[-_CONTEXT:], held.text[at:]
-        held.tail = self._encode(held.text).ids
-        return encoding.ids[:settled]
+        held.settled = [*held.settled, *cut.ids[:settled]][-_TAIL:]
+        held.tail = self._encode(held).ids
+        return cut.ids[:settled]
 
     def _translate(self, session: int) -> None:
         """Hangs what the draft thinks likeliest behind the text into the session's tree."""
@@ -140,8 +143,10 @@ class OtherTokenizerDrafter:
         tokens, confidences = _likeliest(self._inner.tree(session), held.tail, self._length)
         if not tokens or not held.whole:
             return
+        known = len(self._draft.decode(held.settled, skip_special_tokens=False))
+        path = [*held.settled, *held.tail]
         pieces = [
-            self._draft.decode([*held.tail, *tokens[:n]], skip_special_tokens=False) for n in range(len(tokens) + 1)
+            self._draft.decode([*path, *tokens[:n]], skip_special_tokens=False)[known:] for n in range(len(tokens) + 1)
         ]
         ends = [len(piece.rstrip(UNFINISHED)) - len(held.text) for piece in pieces]  # of each draft token
         if not pieces[-1].startswith(held.text) or ends[-1] <= 0:
@@ -151,16 +156,27 @@ class OtherTokenizerDrafter:
         held.tree.hang(ids, _shared_out(stops, ends, confidences))
 
     def _as_targets(self, held: _Session, guess: str) -> tuple[list[int], list[int]]:
-        """A guess as the target's tokens, and where in it each one ends.
+        """A guess as the target's tokens, and where in it each one ends."""
+        cut = _cut(self._target, (held.before + held.text)[-_CONTEXT:], guess)
+        return cut.ids, cut.ends
 
-        Cut with the text before it where that has a token end there, as tokenizers may treat a beginning otherwise.
-        """
-        context = (held.before + held.text)[-_CONTEXT:]
-        encoding = self._target.encode(context + guess, add_special_tokens=False)
-        first = next((i for i, (start, _) in enumerate(encoding.offsets) if start >= len(context)), len(encoding.ids))
-        if first and encoding.offsets[first - 1][1] != len(context):
-            encoding, first, context = self._target.encode(guess, add_special_tokens=False), 0, ""
-        return encoding.ids[first:], [end - len(context) for _, end in encoding.offsets[first:]]
+
+class _Cut(NamedTuple):
+    """A text as tokens, and where in it each begins and ends."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+def _cut(tokenizer: Tokenizer, before: str, text: str) -> _Cut:
+    """Cut with the text before it where that has a token end there."""
+    encoding = tokenizer.encode(before + text, add_special_tokens=False)
+    first = next((i for i, (start, _) in enumerate(encoding.offsets) if start >= len(before)), len(encoding.ids))
+    if first and encoding.offsets[first - 1][1] != len(before):
+        encoding, first, before = tokenizer.encode(text, add_special_tokens=False), 0, ""
+    starts, ends = ([place[side] - len(before) for place in encoding.offsets[first:]] for side in (0, 1))
+    return _Cut(encoding.ids[first:], starts, ends)
 
 
 def _insist(tree: TokenTree, path: Sequence[int]) -> None:
