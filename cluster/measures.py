@@ -69,7 +69,7 @@ MEASURES: dict[str, Measure] = {
     "paceline_growth_dropped": Measure("counter", "growth messages that fitted nothing: late, foreign or nonsense"),
     "paceline_mirrors_healed": Measure("counter", "commits that asked the draft to send its subtree again"),
     "paceline_sessions_attached": Measure("counter", "times a session was given to a draft"),
-    "paceline_sessions_reattached": Measure("counter", "of them, later than when it was opened"),
+    "paceline_sessions_reattached": Measure("counter", "of them, since a draft left or joined"),
     "paceline_prefixes_resent": Measure("counter", "times a draft asked for a prefix"),
     # of a target replica, under the names that tools read
     "vllm:spec_decode_num_drafts": Measure("counter", "sequence steps that verified draft tokens"),

@@ -20,6 +20,7 @@ from cluster.linked import LinkedDrafts
 from cluster.loop import Loop
 from cluster.own_guesses import LocalDrafter, OwnGuesses
 from cluster.placement import Placement
+from cluster.target_state import RENEW_EVERY_S as _RENEW_EVERY_S
 from cluster.target_state import TargetState
 from cluster.target_stats import Tally, TargetStats
 from cluster.trace import Trace
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 TARGET_FAILED = (
     "the target failed"  # the error of every request when a target's loop ends: others could go on with them
 )
-_RENEW_EVERY_S = 5.0
 _AWAKE_S = 0.001  # of a wait for growth: it comes sooner than a core that sleeps, in a virtual machine, is woken
 
 

@@ -16,6 +16,7 @@ from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, S
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
 MIRROR_NODES = 2048
+RENEW_EVERY_S = 5.0  # so often drafts are told which sessions still live
 _MOST_ASKED = 8  # a draft that asks for a prefix and never grows anything is told it after 1, 2, 4... 256 tokens more
 SESSION_BITS = 40  # of a session id; the bits above name the replica that minted it
 
@@ -28,7 +29,7 @@ class Counters:
     dropped: int = 0  # growth messages that fitted nothing: late, foreign or nonsense
     healed: int = 0  # commits that asked the draft to send its subtree again
     attached: int = 0  # times a session was given to a draft
-    reattached: int = 0  # of them, later than when it was opened: its draft left, or the first one joined
+    reattached: int = 0  # of them, since a draft left or joined; not since drafts were left alone, or no longer
     reopened: int = 0  # times a draft asked for a prefix
 
 
@@ -89,14 +90,14 @@ class TargetState:
     def draft_joined(self, draft: int) -> None:
         """A draft can take sessions; those without one go to it, unless it is left alone from the start."""
         self._drafts[draft] = []
-        self._attach_those_without()
+        self.counters.reattached += self._attach_those_without()
 
     def draft_left(self, draft: int) -> None:
         """A draft is gone: its sessions go to another, if there is one. Mirrors stay, their nodes are as good as before."""
         self._drafts.pop(draft, None)
         self._alone -= {draft}
         self._leave(draft)
-        self._attach_those_without()
+        self.counters.reattached += self._attach_those_without()
 
     def drafts_left_alone(self, drafts: Set[int]) -> None:
         """These, of all drafts, get no sessions until others are named. What they have goes to the rest, if there is one."""
@@ -230,11 +231,13 @@ class TargetState:
             self._sessions[session].draft = None
         return left
 
-    def _attach_those_without(self) -> None:
+    def _attach_those_without(self) -> int:
+        """Gives sessions to drafts, if there are any; how many."""
+        before = self.counters.attached
         for session, held in self._sessions.items():
             if held.draft is None and not held.alone:
                 self._attach(session, held)
-                self.counters.reattached += held.draft is not None
+        return self.counters.attached - before
 
     def _attach(self, session: int, held: _Session) -> None:
         """Gives a session to the draft with the fewest, of those that are not left alone.

@@ -34,7 +34,7 @@ def check_options(options: VllmOptions) -> None:
     if taken := sorted(set(options.engine_args) & set(reserved)):
         raise ModelError(f"engine_args: {taken[0]} is set by Paceline")
     if importlib.util.find_spec("vllm") is None:
-        raise ModelError("the engine vllm is not installed: pip install '.[vllm]'")
+        raise ModelError("the engine vllm is not installed: pip install -e '.[vllm]'")
 
 
 def engine_arguments(model: Path, dtype: str, max_batch: int, options: VllmOptions) -> dict[str, Any]:

@@ -60,29 +60,62 @@ def _refuse(settings: _Settings, names: Iterable[str], what: str) -> None:
             raise ValueError(f"{name} is no setting of {what}")
 
 
+def _measurable(amount: float) -> float:
+    """An amount that Ray can tell from none; raises ValueError."""
+    if 0 < amount < _LEAST_AMOUNT:
+        raise ValueError(f"{amount:g} is less than Ray's least part, {_LEAST_AMOUNT}")
+    return amount
+
+
+def _whole_or_part(amount: float) -> float:
+    """An amount of what Ray gives out by the piece; raises ValueError."""
+    if amount > 1 and amount != int(amount):
+        raise ValueError(f"{amount:g} is neither a whole number nor a part of one")
+    return amount
+
+
 def _custom_resources(amounts: dict[str, float]) -> dict[str, float]:
-    """Amounts as Ray takes them; raises ValueError."""
-    for name, amount in amounts.items():
+    """The same, of resources that are not Ray's own; raises ValueError."""
+    for name in amounts:
         if name in _RAY_OWN:
             raise ValueError(f"{name} is no custom resource: see cpus and gpus")
-        if not 0 < amount < 1 and (amount < 1 or amount != int(amount)):
-            raise ValueError(f"{name}: {amount:g} is neither a whole number nor a part of one")
     return amounts
 
 
+def _different(cores: tuple[int, ...]) -> tuple[int, ...]:
+    """The same cores; raises ValueError."""
+    for core in cores:
+        if cores.count(core) > 1:
+            raise ValueError(f"{core} is named {cores.count(core)} times")
+    return cores
+
+
+_LEAST_AMOUNT = 0.0001
 _RAY_OWN = ("CPU", "GPU", "memory", "object_store_memory")
+Amount = Annotated[float, AfterValidator(_measurable)]
+Pieces = Annotated[Amount, AfterValidator(_whole_or_part)]
 # By name: a replica only goes where there is so much left of each. A group of nodes is chosen by giving them one.
-CustomResources = Annotated[dict[str, float], AfterValidator(_custom_resources)]
+CustomResources = Annotated[dict[str, Annotated[Pieces, Field(gt=0)]], AfterValidator(_custom_resources)]
+Cores = Annotated[tuple[NonNegativeInt, ...], AfterValidator(_different)]
+Replicas = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class Resources(_Settings):
     """What one replica takes."""
 
-    cpus: float = Field(0.0, ge=0, description="cores that Ray sets aside; 0: replicas go where there is room")
-    gpus: float = Field(0.0, ge=0, description="GPUs; 0: the model runs on CPU cores")
+    cpus: Amount = Field(0.0, ge=0, description="cores that Ray sets aside; 0: replicas go where there is room")
+    gpus: Pieces = Field(
+        0.0, ge=0, description="GPUs, or a part of one; 0: the model runs on CPU cores; above 1: engine vllm"
+    )
     threads: int = Field(1, ge=1, le=MOST_THREADS, description="of the model's CPU arithmetic")
-    cores: tuple[NonNegativeInt, ...] = Field((), description="pins the model's thread, of a deployment of one replica")
+    cores: Cores = Field((), description="pins the model's thread, of a deployment of at most one replica")
     resources: CustomResources = Field(default_factory=dict, description="custom resources of Ray's, by name")
+
+
+def _check_cores(resources: Resources, most: int, where: str = "") -> None:
+    """Raises ValueError if so many replicas at most would all be pinned to the same cores."""
+    if resources.cores and most > 1:
+        raise ValueError(f"{where}replicas.cores: they are for one replica, and there may be {most}")
 
 
 class Delays(_Settings):
@@ -97,14 +130,20 @@ class Delays(_Settings):
     down_s: Seconds = Field(120.0, description="before replicas are taken away")
     to_zero_s: Seconds = Field(600.0, description="before the last one is")
     interval_s: PositiveFloat = Field(2.0, description="between two reports of load")
-    look_back_s: PositiveFloat = Field(10.0, description="load is averaged over")
+    look_back_s: PositiveFloat = Field(10.0, description="load is averaged over; longer than interval_s")
+
+    @model_validator(mode="after")
+    def _several_reports(self) -> Self:
+        if self.look_back_s <= self.interval_s:
+            raise ValueError(f"look_back_s, {self.look_back_s:g}, must be more than interval_s, {self.interval_s:g}")
+        return self
 
 
 class TargetScaling(_Settings):
     """How many target replicas there are."""
 
     min_replicas: NonNegativeInt = Field(1, description="0: the model is unloaded when nobody asks for it")
-    max_replicas: PositiveInt = 1
+    max_replicas: Replicas = 1
     target_ongoing: PositiveFloat = Field(
         16.0, description="requests, running and queued, that one replica should have"
     )
@@ -120,8 +159,8 @@ class TargetScaling(_Settings):
 class DraftScaling(_Settings):
     """How many draft replicas there are: a share of the targets, more when those are busy and hold many sessions."""
 
-    ratio: float = Field(1.0, gt=0, description="drafts per target, rounded up")
-    max_replicas: PositiveInt | None = Field(None, description="if not what the ratio makes of the most targets")
+    ratio: float = Field(1.0, gt=0, le=1000, description="drafts per target, rounded up")
+    max_replicas: Replicas | None = Field(None, description="if not what the ratio makes of the most targets")
     busy: Fraction = Field(0.9, description="share of time in draft steps above which sessions count")
     sessions: PositiveFloat = Field(32.0, description="that one busy draft should hold at most")
     delays: Delays = Delays()
@@ -132,7 +171,7 @@ class TargetOptions(_Settings):
 
     checkpoint: Folder = Field(description="folder of the checkpoint")
     engine: Literal["paceline", "vllm"] = Field(
-        "paceline", description="what runs it; vllm needs pip install '.[vllm]'"
+        "paceline", description="what runs it; vllm needs pip install -e '.[vllm]'"
     )
     dtype: Dtype = Field("auto", description="auto: bfloat16 where it is faster, else float32")
     invariant: bool = Field(False, description="bits that don't depend on how tokens are batched")
@@ -178,6 +217,13 @@ class TargetOptions(_Settings):
         _refuse(self, others, f"the engine {self.engine}")
         if self.engine == "vllm" and self.replicas.gpus not in (0, self.tensor_parallel_size):
             raise ValueError(f"replicas.gpus must be tensor_parallel_size, {self.tensor_parallel_size}")
+        if self.engine == "paceline" and self.replicas.gpus > 1:
+            raise ValueError(f"replicas.gpus is {self.replicas.gpus:g}: of the engine paceline, a target is on one GPU")
+        return self
+
+    @model_validator(mode="after")
+    def _cores_of_one(self) -> Self:
+        _check_cores(self.replicas, self.scaling.max_replicas)
         return self
 
     def vllm(self, drafted: bool) -> VllmOptions | None:
@@ -232,6 +278,8 @@ class DraftOptions(_Settings):
     def _usable(self) -> Self:
         if self.ports[0] > self.ports[1]:
             raise ValueError(f"ports: the first is {self.ports[0]}, the last {self.ports[1]}")
+        if self.replicas.gpus > 1:
+            raise ValueError(f"replicas.gpus is {self.replicas.gpus:g}: a draft is on one GPU")
         check_choice(self.drafter, self.checkpoint, self.documents, self.inner)
         if self.placement == "shared" and self.inner is not None:
             raise ValueError("placement shared: no inner draft service")
@@ -299,6 +347,8 @@ class ModelOptions(_Settings):
         fewest = self.draft_replicas(self.target.scaling.min_replicas)
         if self.most_drafts < fewest:
             raise ValueError(f"draft.scaling: {self.most_drafts} drafts at most, {fewest} for the fewest targets")
+        if self.separate is not None:
+            _check_cores(self.separate.replicas, self.most_drafts, "draft.")
         return self
 
     @property

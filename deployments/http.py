@@ -64,7 +64,13 @@ def make_app(
 ) -> FastAPI:
     """The application. models: by the names that clients use; ready: whether a request could be answered now."""
     settings = settings or HttpSettings()
-    app = FastAPI(title="Paceline", version=_version(), description="OpenAI's API, served by speculative decoding.")
+    app = FastAPI(
+        title="Paceline",
+        version=_version(),
+        description="OpenAI's API, served by speculative decoding.",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
     api = Api(models, service or Service(), settings)
     app.include_router(_open_routes(ready))
     app.include_router(_guarded_routes(api))

@@ -62,7 +62,7 @@ class Latencies:
         self.open = 0
         self.tokens = 0
         self.resumed = 0
-        self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 0}
+        self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 0, "invalid": 0}
 
     def tokens_came(self, histogram: Histogram, waited_s: float, count: int) -> None:
         """A piece's tokens, so many seconds after what came before."""
@@ -109,8 +109,11 @@ class MeasuredService(Service):
                     reason = piece.finish_reason or reason
                     latencies.resumed += piece.speculation.resumed if piece.speculation is not None else 0
                     yield piece
-        except (Overloaded, InvalidRequest):
+        except Overloaded:
             reason = "refused"
+            raise
+        except InvalidRequest:
+            reason = "invalid"
             raise
         except DeadlineExceeded:
             theirs = timeout_s is not None and timeout_s <= self._timeout_s  # the client's deadline

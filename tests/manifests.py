@@ -257,7 +257,7 @@ def lifetime_complaints(service: Manifest) -> Iterator[str]:
     drain = settings(service["spec"]["serveConfigV2"]).limits.drain_s
     for name, group in groups(service).items():
         grace = group["template"]["spec"].get("terminationGracePeriodSeconds", 30)
-        if role_of(group) != "draft" and grace <= drain:
+        if grace <= drain:
             yield f"{name}: pods end after {grace} s, streams may take {drain:g}"
     if service["spec"].get("rayClusterDeletionDelaySeconds", 60) <= drain:
         yield "rayClusterDeletionDelaySeconds: an old cluster ends before its streams"

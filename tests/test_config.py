@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import yaml
+from fastapi.testclient import TestClient
 from ray.serve._private import constants
 from rich.console import Console
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from deployments import cli
 from deployments.app import build, draft_config, registry_name, shared_tokens
 from deployments.config import ServeConfig, TargetOptions
 from deployments.config_load import ConfigError, check_config, chosen_config, load_config, on_gpus, parse_config
+from deployments.http import HttpSettings, make_app
 from deployments.ingress import context, fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
 from deployments.serve import DeployError, base_url, check_ports, gcs_address, run_server, serve_schema
@@ -130,9 +133,37 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
         (
             ("models", 0, "draft", "replicas"),
             {"resources": {"draft": 0}},
-            "draft: 0 is neither a whole number nor a part",
+            "models.0.draft.replicas.resources.draft: Input should be greater than 0",
         ),
-        (("http", "resources"), {"ingress": 1.5}, "http.resources: ingress: 1.5 is neither a whole number nor"),
+        (("http", "resources"), {"ingress": 1.5}, "http.resources.ingress: 1.5 is neither a whole number nor a part"),
+        (("http", "resources"), {"ingress": 0.00001}, "http.resources.ingress: 1e-05 is less than Ray's least part"),
+        (("models", 0, "target", "replicas"), {"gpus": 1.5}, "target.replicas.gpus: 1.5 is neither a whole number nor"),
+        (("models", 0, "draft", "replicas"), {"gpus": 0.00001}, "draft.replicas.gpus: 1e-05 is less than Ray's least"),
+        (("models", 0, "draft", "replicas"), {"cpus": 0.00001}, "draft.replicas.cpus: 1e-05 is less than Ray's least"),
+        (
+            ("models", 0, "target", "replicas"),
+            {"gpus": 2},
+            "models.0.target: replicas.gpus is 2: of the engine paceline, a target is on one GPU",
+        ),
+        (("models", 0, "draft", "replicas"), {"gpus": 2}, "models.0.draft: replicas.gpus is 2: a draft is on one GPU"),
+        (("models", 0, "target", "replicas"), {"cores": [0, 1, 0]}, "target.replicas.cores: 0 is named 2 times"),
+        (
+            ("models", 0, "target"),
+            {**PAIR_TARGET, "replicas": {"cores": [0, 1]}, "scaling": {"max_replicas": 2}},
+            "models.0.target: replicas.cores: they are for one replica, and there may be 2",
+        ),
+        (
+            ("models", 0, "draft"),
+            {"replicas": {"cores": [0]}, "scaling": {"ratio": 2}},
+            "models.0: draft.replicas.cores: they are for one replica, and there may be 2",
+        ),
+        (
+            ("models", 0, "target", "scaling"),
+            {"delays": {"interval_s": 2, "look_back_s": 2}},
+            "scaling.delays: look_back_s, 2, must be more than interval_s, 2",
+        ),
+        (("models", 0, "target", "scaling"), {"max_replicas": 10**400}, "scaling.max_replicas: Input should be less"),
+        (("models", 0, "draft", "scaling"), {"ratio": 1e308}, "scaling.ratio: Input should be less than or equal to"),
         (("limits", "request_timeout_s"), float("nan"), "limits.request_timeout_s: Input should be"),
         (("models", 0, "draft", "scaling"), {"ratio": float("inf")}, "scaling.ratio: Input should be a finite number"),
         (("http", "resources"), {"ingress": float("inf")}, "http.resources.ingress: Input should be a finite number"),
@@ -151,6 +182,14 @@ def test_a_bad_value_is_refused_by_name(path: tuple[str | int, ...], value: Any,
         parse_config(changed(*path, to=value))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_several_gpus_are_taken_by_vllm_alone_and_cores_by_one_replica() -> None:
+    target = {**PAIR_TARGET, "engine": "vllm", "tensor_parallel_size": 2, "replicas": {"gpus": 2}}
+    assert parse_config(changed("models", 0, "target", to=target)).models[0].target.replicas.gpus == 2
+    pinned = parse_config(changed("models", 0, "draft", "replicas", to={"cores": [1, 0], "gpus": 0.25})).models[0].draft
+    assert pinned is not None
+    assert pinned.replicas.cores == (1, 0)
 
 
 def test_models_that_cannot_run_are_refused_before_anything_loads(tmp_path: Path) -> None:
@@ -432,6 +471,19 @@ def test_the_configurations_of_the_pages_are_right(page: str, tmp_path: Path) ->
         text = text.replace("/models/chat-draft", str(exact.DRAFT)).replace("/models/chat", str(exact.TARGET))
         config = load_config(write(tmp_path / "serve.yaml", text.replace("/etc/paceline/keys", str(keys))))
         assert [model.name for model in config.models] == ["chat"]
+
+
+def test_the_pages_name_every_address_that_is_open_without_a_key() -> None:
+    app = make_app({}, HttpSettings(api_keys=("key",)))
+    with TestClient(app) as client:
+        paths = {*app.openapi()["paths"], *(route.path for route in app.routes if isinstance(route, Route))}
+        opened = {path for path in paths if client.get(path).status_code not in (401, 405)}
+    of_others = {"/metrics", "/-/healthz", "/-/routes"}  # of the ingress, and of Serve's proxy
+    places = {"OPERATING.md": r"^\| Open without a key \| (.*): route only", "HTTP.md": r"^and `/detokenize`; (.*?)\. "}
+    for page, place in places.items():
+        text = (Path(__file__).parent.parent / "docs" / page).read_text()
+        (named,) = re.findall(place, text, re.MULTILINE)
+        assert set(re.findall(r"`(/\S+)`", named)) == opened | of_others
 
 
 def test_what_is_no_key_is_refused(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """The Kubernetes manifests: what would be applied is valid, fits together, and mistakes are found."""
 
 import copy
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import yaml
 
 from tests import manifests
+from tests.cluster_fixtures import until
 from tests.manifests import CRDS, K8S, OVERLAYS, Manifest, complaints, rendered
 
 HADOLINT = Path(sys.executable).parent / "hadolint"
@@ -116,10 +119,10 @@ def _without(kind: str, name: str) -> Callable[[list[Manifest]], None]:
 
 
 _GROUPS = ("rayClusterConfig", "workerGroupSpecs")
-_TARGET = (*_GROUPS, 0)
+_TARGET, _DRAFT = (*_GROUPS, 0), (*_GROUPS, 1)
 MISTAKES: list[tuple[Callable[[list[Manifest]], None], str]] = [
     (_serve_text("{target: 1}", "{targets: 1}"), r"main-target: asks for {'targets': 1.0, 'GPU': 1.0}, which is in no"),
-    (_serve_text("{gpus: 1, resources: {target: 1}}", "{gpus: 2, resources: {target: 1}}"), "which is in no group"),
+    (_serve_text("{gpus: 1, resources: {target: 1}}", "{gpus: 1, resources: {target: 2}}"), "which is in no group"),
     (_serve_text("{draft: 1}", "{target: 1}"), "main-draft: asks .* its role is draft"),
     (_serve_text("port: 9000", "port: 9001"), "serveConfigV2: .* is not what config export makes"),
     (_serve_text("[26500, 26599]", "[27500, 27599]"), "draft port 27500 of main is open to"),
@@ -133,6 +136,7 @@ MISTAKES: list[tuple[Callable[[list[Manifest]], None], str]] = [
         "target: RAY_grpc_client_.* is None, not 5000",
     ),
     (_cluster("rayClusterDeletionDelaySeconds", to=60), "an old cluster ends before its streams"),
+    (_cluster(*_DRAFT, "template", "spec", "terminationGracePeriodSeconds", to=60), "draft: pods end after 60 s"),
     (_cluster("rayClusterConfig", "headGroupSpec", "rayStartParams", to={}), "the head has CPUs"),
     (_without("NetworkPolicy", "draft-links"), r"draft port 26500 of main is open to \[\]"),
     (_without("NetworkPolicy", "api"), "the gateway can't reach port 8000"),
@@ -170,6 +174,77 @@ def test_a_budget_that_lets_no_pod_go_is_found(spec: dict[str, int]) -> None:
     del budget(documents)["minAvailable"]
     budget(documents).update(spec)
     assert any("so none may go" in line for line in complaints(documents))
+
+
+class Ending:
+    """A pod's preStop, among processes and beside a `ray` that are pretended, with two seconds for its minute."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: for both."""
+        self._processes, self._ray, self.asked = folder / "proc", folder / "ray", folder / "asked"
+        self.asked.touch()
+        self.ray_answers(True)
+        service = yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())
+        for group in manifests.groups(service).values():
+            (container,) = group["template"]["spec"]["containers"]
+            shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+            for there, here in (("/proc/", f"{self._processes}/"), ("60", "2"), ("sleep 5", "sleep 0.2")):
+                assert there in script
+                script = script.replace(there, here)
+            self._command = [shell, option, script]
+        self._environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+    def ray_answers(self, answers: bool) -> None:
+        """Whether the head does."""
+        self._ray.write_text(f'#!/bin/sh\necho "$1" >> {self.asked}\nexit {int(not answers)}\n')
+        self._ray.chmod(0o755)
+
+    def run(self, number: int, title: str) -> None:
+        """A process runs."""
+        (self._processes / str(number)).mkdir(parents=True)
+        (self._processes / str(number) / "cmdline").write_text(f"{title}\0\0")
+
+    def end(self, number: int) -> None:
+        """It runs no more."""
+        shutil.rmtree(self._processes / str(number))
+
+    @contextmanager
+    def begun(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The command, which must have ended by then."""
+        with subprocess.Popen(self._command, env=self._environment) as command:
+            try:
+                yield command
+                assert command.wait(20) == 0
+            finally:
+                command.kill()
+
+
+def test_a_pod_that_ends_waits_for_its_replicas_and_for_what_its_proxy_passes_on(tmp_path: Path) -> None:
+    pod = Ending(tmp_path)
+    pod.run(1, "ray::ServeReplica:paceline:code-draft")
+    pod.run(2, "ray::ProxyActor.update_draining")
+    pod.run(3, "ray::DashboardAgent")
+    with pod.begun() as command:
+        until(lambda: "health-check" in pod.asked.read_text(), "it waits")
+        pod.end(1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            command.wait(4)
+        pod.end(2)
+    assert pod.asked.read_text().split()[0] == "drain-node"
+
+
+def test_a_pod_that_ends_with_its_whole_cluster_does_not_wait_for_a_proxy_that_nobody_ends(tmp_path: Path) -> None:
+    pod = Ending(tmp_path)
+    pod.run(1, "ray::ProxyActor")
+    pod.ray_answers(False)
+    with pod.begun():
+        pass
+    assert pod.asked.read_text().split().count("drain-node") > 1, "it asks again: another head may start"
+    pod.asked.write_text("")
+    pod.ray_answers(True)
+    with pod.begun():
+        until(lambda: "health-check" in pod.asked.read_text(), "it waits")
+        pod.ray_answers(False)
 
 
 def test_what_the_page_names_is_there() -> None:

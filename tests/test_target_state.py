@@ -276,6 +276,17 @@ def test_sessions_that_change_their_draft_are_counted() -> None:
     assert (state.counters.attached, state.counters.reattached) == (3, 2)
 
 
+def test_sessions_that_come_back_from_another_place_are_not_counted_as_changing_their_draft() -> None:
+    """Places are measured by turns, and drafts rest: that is no link that breaks."""
+    state = state_with(A, B)
+    state.session_opened(PROMPT, PARAMS)
+    for alone in ({A, B}, set(), {A}, {A, B}, set()):
+        state.drafts_left_alone(alone)
+    assert (state.counters.attached, state.counters.reattached) == (4, 0)
+    state.draft_left(A)
+    assert (state.counters.attached, state.counters.reattached) == (5, 1)
+
+
 def test_renewals_name_the_live_sessions_of_each_draft() -> None:
     state = state_with(A, B)
     for _ in range(4):
