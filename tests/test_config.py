@@ -457,7 +457,7 @@ def test_what_vllm_is_not_asked_is_refused_before_it_is_looked_for() -> None:
 def test_an_engine_that_is_not_installed_is_told_with_what_to_install() -> None:
     vllm = {**PAIR_TARGET, "engine": "vllm"}
     with pytest.raises(
-        ConfigError, match=r"models.0.target: the engine vllm is not installed: pip install '.\[vllm\]'"
+        ConfigError, match=r"models.0.target: the engine vllm is not installed: pip install -e '.\[vllm\]'"
     ):
         check_config(parse_config(changed("models", 0, "target", to=vllm)))
 
