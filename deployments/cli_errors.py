@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from engine.checkpoint import ModelError
 from engine.types import InvalidRequest
 
-BAD_INPUT, FAILED = 2, 1  # exit codes
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # where output goes: nothing that is read fails like this
 # Typer brings its own copy of click or uses click itself, depending on its version; both derive errors like this.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -40,6 +40,10 @@ class OneLineErrors(TyperGroup):
             message = error.format_message().replace("Value error, ", "").rstrip(".")
             _complain(f"{message}. See '{error.ctx.command_path if error.ctx else 'paceline'} --help'.")
             code = error.exit_code
+        except (typer.Abort, KeyboardInterrupt):
+            if not standalone_mode:
+                raise
+            code = INTERRUPTED
         except OSError as error:
             if error.errno not in _NO_ROOM or not standalone_mode:
                 raise

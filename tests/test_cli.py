@@ -201,6 +201,16 @@ def test_an_output_that_cannot_be_written_is_one_line(command: list[str]) -> Non
     assert result.stderr == "paceline: the output can't be written: No space left on device\n"
 
 
+def test_a_command_that_is_interrupted_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deployments.generate_cli.check_pair", interrupt)
+    result = run("generate", "def f(x):")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "Traceback" not in result.stderr
+
+
 def test_models_with_different_vocabularies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7}))
     (tmp_path / "model.safetensors").touch()
