@@ -5,8 +5,9 @@
 The target is the bundled one, expanded to the shape of an 8B model (`paceline expand`; without 8B's large vocabulary), and
 so has the bundled draft's acceptance at 8B's cost. Target and draft take turns, as they do where one GPU is all there
 is; two GPUs are for `benchmarks/pipeline.py`. Ours are compiled unless told otherwise. Every prompt goes through all
-contenders in an order that is shuffled anew. Prefill and the first prompt don't count. The floor is what reading the
-weights takes at the rate of reading an array.
+contenders in an order that is shuffled anew, at each temperature others. Prefill and the first prompt don't count. Several
+streams have the same prompts in every round: nobody looks earlier outputs up there. The floor is what reading the weights
+takes at the rate of reading an array.
 
 Where there is no GPU it runs on the CPU: choose a small shape then.
 """
@@ -16,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,8 +35,12 @@ from benchmarks.bench.checkpoints import DRAFT, PROMPTS, TARGET, Dtype, paramete
 from benchmarks.bench.streams import Ask, Row, Stream, cut, many_streams, one_stream
 from cluster.placement import Placement
 from cluster.sequential import SequentialActor
+from cluster.warm import warm_up
 from engine.attention import chain_rows
-from engine.decode import Generation, decode_steps, record
+from engine.automatic import growing_in_turns
+from engine.budget import CostModel
+from engine.decode import Generation, Speculation, decode_steps, record
+from engine.drafters.model import ModelDrafter
 from engine.expand import expand
 from engine.runner import ModelRunner
 from engine.text import load_tokenizer
@@ -113,13 +119,21 @@ def theirs(target: Any, draft: Any) -> Run:
     return run
 
 
-def together(actor: SequentialActor, asks: Sequence[Ask], automatic: bool) -> tuple[float, list[Stream]]:
-    """All prompts at the same time, plain or with the automatic choice: seconds, prefill included, and the streams."""
+def without_earlier(actor: SequentialActor, compile: bool) -> Speculation:
+    """The actor's automatic choice, but that its lookups know nothing of earlier outputs."""
+    device = actor.target.device
+    draft = ModelRunner(DRAFT, dtype=DTYPE, device=device, compile=compile, weights="auto")
+    warm_up(draft, CostModel())
+    return replace(actor.automatic, drafter=ModelDrafter(draft, replace(growing_in_turns(device), shared=0)))
+
+
+def together(target: ModelRunner, asks: Sequence[Ask], speculation: Speculation | None) -> tuple[float, list[Stream]]:
+    """All prompts at the same time, plain where nothing speculates: seconds, prefill included, and the streams."""
     requests = [_request(ask, str(index)) for index, ask in enumerate(asks)]
     generations = [Generation(request) for request in requests]
     arrivals: list[list[tuple[float, int]]] = [[] for _ in asks]
     started = time.monotonic()
-    for index, outcome in decode_steps(actor.target, requests, actor.automatic if automatic else None):
+    for index, outcome in decode_steps(target, requests, speculation):
         record(generations[index], outcome)
         if outcome.tokens:
             arrivals[index].append((time.monotonic() - started, len(outcome.tokens)))
@@ -161,6 +175,7 @@ def main(
             expand(TARGET, layers, target, hidden_size, intermediate_size)
     with console.status("loading and warming up"):
         actor = SequentialActor(target, DRAFT, DTYPE, Placement(gpus=float(device == "cuda")), compile=compile)
+        fresh = without_earlier(actor, compile)
         models = [transformers_worker.load(str(path), DTYPE).to(device) for path in (target, DRAFT)]
         transformers_worker.assists(models[1])
         transformers.logging.set_verbosity_error()
@@ -176,20 +191,20 @@ def main(
             "passes": passes(actor.target, 10 * repeats),
         }
     rows: list[Row] = []
-    for temperature in (0.0, 1.0):
+    for place, temperature in enumerate((0.0, 1.0)):
         common = {"target_params": parameters(target), "temperature": temperature, "accounting": "total-cores"}
-        asks = [Ask(prompt, seed, temperature, tokens) for seed, prompt in enumerate(prompts)]
+        own = prompts[place * count :] + prompts[: place * count]
+        asks = [Ask(prompt, seed, temperature, tokens) for seed, prompt in enumerate(own)]
         contenders = {"transformers": theirs(models[0], None), "transformers-assisted": theirs(*models)}
         contenders |= {"paceline-plain": ours(actor, 0), "paceline-auto": ours(actor, None)}
         contenders |= {f"paceline-sequential-{k}": ours(actor, k) for k in CHAINS}
         for contender, held in take_turns(contenders, asks[:count], ends).items():
             rows.append({"contender": contender, "streams": 1, **common, **one_stream(held)})
         for number in map(int, filter(None, streams.split(","))):
-            for contender, automatic in (("paceline-plain", False), ("paceline-auto", True)):
+            for contender, speculation in (("paceline-plain", None), ("paceline-auto", fresh)):
                 title = f"T = {temperature:g}, {contender}, {number} streams"
-                rounds = [
-                    together(actor, asks[:number], automatic) for _ in track(range(repeats + 1), title, console=console)
-                ]
+                turns = track(range(repeats + 1), title, console=console)
+                rounds = [together(actor.target, asks[:number], speculation) for _ in turns]
                 rows.append({"contender": contender, "streams": number, **common, **many_streams(rounds[1:])})
         json_file.parent.mkdir(parents=True, exist_ok=True)  # what is there is kept, should the rest fail
         json_file.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")

@@ -70,7 +70,7 @@ class Client:
                 retry_after = response.headers.get("Retry-After")
                 if response.status != 200 or text.rstrip().endswith("data: [DONE]"):
                     status = response.status
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, TimeoutError):  # the session's timeout is no ClientError
             pass
         self.answers.append(Answer(status, sent, time.monotonic(), retry_after))
 

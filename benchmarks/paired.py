@@ -1,13 +1,14 @@
 """Variants of Paceline against each other, prompt by prompt: revisions of the code, and ways to decode.
 
     git worktree add ../before HEAD~1
-    python -m benchmarks.paired before=../before now=. turns=.@3
+    python -m benchmarks.paired before=../before now=. turns=.@3+lookup
 
 Runs after one another drift by a quarter on a shared machine; here every prompt goes through all variants, one after the
 other, so that what drifts is shared, and the ratio to the first variant has a standard error. Each variant is a checkout of
 this repository, with the draft that is bundled there, and after an @ how it decodes: `pipelined` (the default), `plain`, or
-a number (taking turns, a chain of so many draft tokens). Targets share the first core, drafts the last; no Ray. The first
-round doesn't count. Nobody looks earlier outputs up: the prompts come again.
+a number (taking turns, a chain of so many draft tokens). Pipelined variants look up what the text has already; a number does
+so as `3+lookup`, and not by itself. Nobody looks earlier outputs up: the prompts come again. Targets share the first core,
+drafts the last; no Ray. The first round doesn't count.
 """
 
 import json
@@ -51,8 +52,10 @@ class Variant:
         path = Path(checkout)
         if not name or not checkout or not (path / "cluster").is_dir():
             raise SystemExit(f"{text!r}: wanted NAME=CHECKOUT@MODE, and {checkout or 'nothing'!r} is no checkout")
-        if not (mode in ("", "pipelined", "plain") or mode.isdecimal()):
-            raise SystemExit(f"{text!r}: the mode is pipelined, plain or a number of draft tokens")
+        if not (mode in ("", "pipelined", "plain") or mode.removesuffix("+lookup").isdecimal()):
+            raise SystemExit(
+                f"{text!r}: the mode is pipelined, plain or a number of draft tokens, perhaps with +lookup"
+            )
         return cls(name, path.resolve(), mode or "pipelined")
 
 

@@ -18,6 +18,7 @@ from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
 from cluster.sequential import SequentialActor
 from cluster.speculate import LinkOptions
+from engine.drafters.model import Growing
 from engine.types import GenerationRequest, SamplingParams, TokenChunk
 
 LINK_TIMEOUT_S = 30.0
@@ -54,12 +55,13 @@ class Turns:
 
     def __init__(self, options: dict[str, Any], where: Placement) -> None:
         self._actor = SequentialActor(Path(options["target"]), Path(options["draft"]), options["dtype"], where)
-        mode = options["mode"]
-        self._length = 0 if mode == "plain" else int(mode)
+        length, _, lookup = options["mode"].partition("+")
+        self._length = 0 if length == "plain" else int(length)
+        self._lookup = Growing().lookup if lookup else 0
 
     def run(self, request: GenerationRequest) -> dict[str, Any]:
         """A request; `seconds` are those of steps that decoded."""
-        timed = self._actor.run(request, self._length)
+        timed = self._actor.run(request, self._length, lookup=self._lookup)
         return {
             "output": timed.generation.tokens,
             "decoded": timed.tokens,

@@ -3,8 +3,9 @@
     python -m benchmarks.places --json FILE
 
 A target for each of them, on the first core, all with lookup; in every round each has the same prompts, in an order that is
-shuffled anew, as many at a time as there are streams. The first round doesn't count. Tokens per second of decoding, prompts
-apart (TargetStats.decoded, active_s). Outputs are compared; in float32 those of two contenders may part at ties.
+shuffled anew, as many at a time as there are streams. The first round doesn't count. Prompts are new in every round, as
+long as that leaves one for each stream. Tokens per second of decoding, prompts apart (TargetStats.decoded, active_s).
+Outputs are compared; in float32 those of two contenders may part at ties.
 """
 
 import json
@@ -34,7 +35,7 @@ from engine.checkpoint import MODELS
 from engine.text import load_tokenizer
 
 CONTENDERS: dict[str, tuple[Place, ...]] = {**{place: (place,) for place in PLACES}, "auto": PLACES}
-_ALONE = 12  # prompts in a round of one stream; of more, three for each
+_ALONE = 12  # prompts in a round of one stream, at most; of more, three for each
 
 
 @dataclass
@@ -101,6 +102,12 @@ def run(clusters: dict[str, LocalCluster], asks: Sequence[Ask], number: int, row
         Console(stderr=True).print(f"round {number}: outputs differ (ties?)")
 
 
+def round_size(streams: int, rounds: int, prompts: int) -> int:
+    """Prompts in a round: few enough that none comes again, unless that were less than streams; outputs are remembered."""
+    wanted, new = _ALONE if streams == 1 else 3 * streams, prompts // (rounds + 1)
+    return min(wanted, new) if new >= streams else wanted
+
+
 def table_of(rows: Sequence[Row]) -> Table:
     """For people."""
     table = Table("streams", "T", "place", "tokens/s", "tokens/step", "of the best", "steps by place")
@@ -136,7 +143,7 @@ def main(
                     name: stack.enter_context(start(target, draft, places, count))
                     for name, places in CONTENDERS.items()
                 }
-                each = _ALONE if count == 1 else 3 * count
+                each = round_size(count, rounds, len(prompts))
                 for number in range(rounds + 1):
                     numbers = range(number * each, (number + 1) * each)
                     asks = [Ask(prompts[n % len(prompts)], n, temperature, tokens) for n in numbers]

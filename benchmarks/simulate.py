@@ -46,7 +46,7 @@ def main(
     target: Annotated[Path, typer.Option(help="checkpoint of the target")] = TARGET,
     draft: Annotated[Path, typer.Option(help="checkpoint of the draft")] = DRAFT,
     prompts: Annotated[Path, typer.Option(help="one JSON string a line")] = PROMPTS,
-    count: Annotated[int, typer.Option(help="prompts, the first of which only warm up")] = 8,
+    count: Annotated[int, typer.Option(min=1, help="prompts, the first of which only warm up")] = 8,
     tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
     record: Annotated[Path | None, typer.Option(help="write the draft's guesses here, and simulate nothing")] = None,
     target_ms: Annotated[str, typer.Option(help="rows:milliseconds of a target step")] = STEP_MS,
@@ -60,6 +60,8 @@ def main(
     children: Annotated[int, typer.Option(help="children kept of each")] = GROWING.children,
 ) -> None:
     """Prints what the pipeline would do at T = 0 and T = 1."""
+    if record is None and count < 2:
+        raise typer.BadParameter("--count: at least 2, the first of which only warms up")
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(target)
     ids = [tuple(tokenizer(json.loads(line))["input_ids"]) for line in prompts.read_text().splitlines()[:count]]

@@ -15,7 +15,6 @@ from cluster.simulation.target import Limits
 from deployments.simulate_preset import assumptions, predict, preset_table
 from deployments.simulate_view import check_table, fleet_table, mode_table
 from engine.drafters.model import Growing
-from engine.step import MAX_WINDOW
 from engine.types import InvalidRequest, require
 
 LOOKUP = 8  # tokens, of recorded texts; drawn ones never repeat themselves
@@ -59,8 +58,6 @@ class Options:
             return recorded(self.profile, temperature)
         following = FOLLOWING if self.following is None else tuple(_floats(self.following, "following"))
         guesses = Acceptance(self.acceptance, following, self.spread)
-        needed = self.prompt_tokens + self.output_tokens + MAX_WINDOW + 1
-        require(needed <= self.kv_tokens, "kv_tokens", f"one request needs {needed}")
         return drawn(guesses, self.prompt_tokens, self.output_tokens, self.seed)
 
     def plan(self) -> Plan:
@@ -107,17 +104,17 @@ def run(options: Options, console: Console, json_file: Path | None) -> None:
 
 
 def _preset(options: Options) -> tuple[Values, list[RenderableType]]:
-    rows = predict(options.requests or 12, options.prompt_tokens, options.output_tokens, options.seed)
+    limits = Limits(kv_tokens=options.kv_tokens)
+    rows = predict(options.requests or 12, options.prompt_tokens, options.output_tokens, options.seed, limits)
     return {"preset": rows, "assumptions": assumptions()}, [preset_table(rows), assumptions()]
 
 
 def _measured(options: Options, path: Path) -> tuple[Values, list[RenderableType]]:
     draft_ms = None if options.draft_ms is None else _floats(options.draft_ms, "draft_ms")[0]
     checked: Values = {}
+    costs = Costs(parse_times("1", ""), parse_times("1", ""), latency_ms=options.latency_ms)
+    fleet = Fleet(costs, limits=Limits(kv_tokens=options.kv_tokens), seed=options.seed)
     for name, values in load_measured(path).items():
-        fleet = Fleet(
-            Costs(parse_times("1", ""), parse_times("1", ""), latency_ms=options.latency_ms), seed=options.seed
-        )
         plan = measured_plan(values, options.source(name), fleet, options.requests or 8, draft_ms)
         checked[name] = check(plan, values)
     return checked, [check_table(name, rows) for name, rows in checked.items()]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from rich.table import Table
 
@@ -11,9 +10,9 @@ from cluster.simulation.costs import Costs, Roofline
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.plan import Plan, Values, compare, drawn
 from cluster.simulation.script import Acceptance
+from cluster.simulation.target import Limits
 from engine.drafters.model import Growing
 
-PresetName = Literal["ssd-70b"]
 PLAIN_TPS, SEQUENTIAL_TPS = 54.7, 161.8  # SSD's: what the assumptions are fitted to
 H100_GB_PER_S, H200_GB_PER_S = 3350.0, 4800.0
 TARGET_B, DRAFT_B = 70.0, 1.0  # billions of parameters
@@ -68,12 +67,12 @@ def fitted_rate(given: Costs, tps: float) -> float:
     return low
 
 
-def predict(requests: int, prompt: int, output: int, seed: int) -> list[Values]:
+def predict(requests: int, prompt: int, output: int, seed: int, limits: Limits) -> list[Values]:
     """For each published system what it says, and what the simulation says of one stream on the same devices."""
     acceptance = Acceptance(fitted_rate(costs(PUBLISHED[0]), SEQUENTIAL_TPS))
     rows = []
     for system in PUBLISHED:
-        fleet = Fleet(costs(system))
+        fleet = Fleet(costs(system), limits=limits)
         plan = Plan(fleet, drawn(acceptance, prompt, output, seed), requests, CHAINS[2::2])
         modes = compare(plan)
         wider = replace(fleet, growing=WIDER)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from engine.checkpoint import checkpoint_name
 from engine.cpu import has_fast_bf16
-from engine.expand import expand
+from engine.expand import check_apart, expand
 from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
 from engine.train import corpus_files, learning_rate, make_optimizer, read_texts, spread_windows, tokenize
@@ -67,11 +67,14 @@ class DistillConfig:
 def distill(config: DistillConfig) -> dict[str, float]:
     """Trains or resumes the draft and writes it to `config.out`; returns the held-out figures.
 
-    Raises ValueError when the state belongs to another recipe, ModelError when a checkpoint can't be used.
+    Raises ValueError when the state belongs to another recipe, ModelError when a checkpoint can't be used or would be
+    written over.
     """
+    check_apart(config.out, config.target, config.draft)
     tokenizer = load_tokenizer(config.target)
     training, held_out = (tokenize(tokenizer, read_texts(files)) for files in corpus_files())
     target = load(config.target, config.device).requires_grad_(False)
+    target.generation_config = GenerationConfig()  # the checkpoint's own (top_p...) would change what it writes
     with Progress(*_COLUMNS, TimeRemainingColumn()) as progress:
         own = own_text(target, training, config.own_windows, "own", config, progress)
         tests = {"held_out": spread_windows(held_out, config.sequence_length + 1, min(32, config.own_windows))}

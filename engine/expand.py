@@ -43,8 +43,9 @@ def expand(
 
     hidden_size, intermediate_size: of the larger model, multiples of the model's own; heads stay as large, and get as
     many times more as the hidden size grows. Raises ModelError when a size is less than the model's or no multiple of
-    it, or when the model's kind can't be expanded: its output would be another.
+    it, when `out` is the model's own folder, or when its kind can't be expanded: its output would be another.
     """
+    check_apart(out, model)
     kind = architecture(check_checkpoint(model))
     config = AutoConfig.from_pretrained(model, local_files_only=True)
     if layers < config.num_hidden_layers:
@@ -69,6 +70,13 @@ def expand(
         if (model / name).is_file():
             shutil.copy(model / name, out / name)
     return int(large.num_parameters())
+
+
+def check_apart(out: Path, *sources: Path) -> None:
+    """Raises ModelError when what is made would be written over a checkpoint that it is made of."""
+    for source in sources:
+        if out.resolve() == source.resolve():
+            raise ModelError(f"{out} holds a checkpoint that this is made from: choose another folder")
 
 
 class _Differs(Exception):

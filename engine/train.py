@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from engine.checkpoint import ModelError
 from engine.cpu import has_fast_bf16
 from engine.resume import restore_state, save_state
 
@@ -107,8 +108,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> torch.Tensor:
-    """All texts as one int64 vector, each followed by the end token."""
+    """All texts as one int64 vector, each followed by the end token. Raises ModelError where the tokenizer has none."""
     end = tokenizer.eos_token_id
+    if end is None:
+        raise ModelError(f"the tokenizer {tokenizer.name_or_path} has no end token (eos_token), which ends every text")
     ids: list[int] = []
     for text in texts:
         ids.extend(tokenizer(text)["input_ids"])

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from engine.checkpoint import check_checkpoint, checkpoint_name
 from engine.cpu import has_fast_bf16
 from engine.drafters.heads import TokenHeads
+from engine.expand import check_apart
 from engine.head import Head, output_head
 from engine.local_choice import HEADS_FILE
 from engine.resume import restore_state, save_state
@@ -54,8 +55,10 @@ class HeadsConfig:
 def train_heads(config: HeadsConfig) -> dict[str, Any]:
     """Trains or resumes the heads and writes them to `config.out`; returns the held-out figures.
 
-    Raises ValueError when the state belongs to another recipe, ModelError when the target can't be used.
+    Raises ValueError when the state belongs to another recipe, ModelError when the target can't be used or would be
+    changed.
     """
+    check_apart(config.out, config.target)
     check_checkpoint(config.target)
     tokenizer = load_tokenizer(config.target)
     training, held_out = (tokenize(tokenizer, read_texts(files)) for files in corpus_files())

@@ -6,24 +6,27 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from rich.progress import Progress
 
-from benchmarks import memory, pipeline
+from benchmarks import memory, overload, pipeline, places
+from benchmarks.bench import http_client
 from benchmarks.bench.__main__ import Budget, Results
 from benchmarks.bench.checkpoints import Pair
 from benchmarks.bench.contenders import Environments, Notes, Peers, Place, Setup
 from benchmarks.bench.equality import compare
 from benchmarks.bench.http_client import Server, arrival_times, closed_loop
-from benchmarks.bench.many_streams import answered
+from benchmarks.bench.many_streams import Load, answered, endless, take_turns
 from benchmarks.bench.one_stream import Best
 from benchmarks.bench.plot import draw
 from benchmarks.bench.streams import (
-    KEYS,
     OPEN,
     Ask,
     Limit,
@@ -37,13 +40,17 @@ from benchmarks.bench.streams import (
     one_stream,
 )
 from benchmarks.bench.worker import Worker, WorkerError
+from benchmarks.paired import Variant
+from cluster.draft import DraftStats
 from cluster.target_stats import TargetStats
+from engine.types import GenerationRequest, SamplingParams
 from tests import exact
 from tests.cluster_fixtures import until
 
 ROOT = Path(__file__).parent.parent
 
 END = 0
+_IDLE = DraftStats(streams=1, sessions=0, steps=0, busy_s=0.0, wall_s=0.0)
 STREAM = Stream(((0.5, 1), (0.6, 3), (0.8, 2)), (7, 8, 9, END, 5, 5))
 
 
@@ -108,7 +115,8 @@ def test_goodput_is_what_came_within_the_limit() -> None:
 
 def made(contender: str, streams: int, temperature: float, **more: object) -> Row:
     """A row as the runs make them."""
-    common = {"target_params": 11_000_000, "temperature": temperature, "accounting": "same-target-core"}
+    common: Row = {"target_params": 11_000_000, "temperature": temperature, "accounting": "same-target-core"}
+    common |= {"dtype": "float32"}
     figures = one_stream([STREAM]) if streams == 1 else many_streams([(2.0, [STREAM] * streams)])
     if streams == OPEN:
         figures = latencies([STREAM]) | {"tokens_per_s": 1.0, "spread": None} | goodput([STREAM], 2.0, Limit())
@@ -132,7 +140,16 @@ def test_rows_have_their_keys_and_are_on_disk_at_once_with_a_picture(tmp_path: P
     held = json.loads(results.path.read_text())
     assert len(held) == 18
     for row in held:
-        assert row.keys() >= set(KEYS)
+        assert row.keys() >= {
+            "contender",
+            "target_params",
+            "streams",
+            "temperature",
+            "accounting",
+            "tokens_per_s",
+            "spread",
+        }
+        assert row.keys() >= {"ttft_ms", "itl_ms_p50", "itl_ms_p99"}
         assert isinstance(row["tokens_per_s"], float)
     draw(held, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
@@ -145,6 +162,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_parts_it_lacks(tmp_path: Path) 
     assert results.missing(setup, (0.0, 0.5), ("closed", "open"), 2) == [0.5]
     assert results.missing(setup, (0.0,), ("closed", "open"), 3) == [0.0]
     assert {row["loop"] for row in results.rows if row["temperature"] == 0} == {"prompts"}
+    other = replace(setup, pair=replace(setup.pair, dtype="bfloat16"))
+    held = list(results.rows)
+    assert results.missing(other, (0.0, 1.0), ("prompts",), 1) == [0.0, 1.0]
+    assert results.rows == held, "what was measured in another dtype stays"
 
 
 def test_a_worker_is_stopped_between_questions_and_says_when_it_ended(tmp_path: Path) -> None:
@@ -175,8 +196,9 @@ def test_a_run_that_goes_on_knows_the_best_number_of_draft_tokens_of_each_target
         made("vllm", 1, 0.0),
         made("paceline-sequential", 1, 0.0, k=4),
     ]
-    assert Best.known(rows, 11_000_000).vllm == {("vllm-ngram", 0.0): 3, ("vllm-ngram", 1.0): 2}
-    assert Best.known(rows, 1).vllm == {}
+    assert Best.known(rows, 11_000_000, "float32").vllm == {("vllm-ngram", 0.0): 3, ("vllm-ngram", 1.0): 2}
+    assert Best.known(rows, 1, "float32").vllm == {}
+    assert Best.known(rows, 11_000_000, "bfloat16").vllm == {}
 
 
 def test_an_answer_without_text_is_an_answer() -> None:
@@ -196,6 +218,55 @@ def test_an_answer_without_text_is_an_answer() -> None:
 
     _, [stream] = asyncio.run(asked())
     assert stream.count == 1
+
+
+def test_no_round_of_any_loop_has_what_another_had() -> None:
+    seen: list[list[Ask]] = []
+
+    def loop(asks: Sequence[Ask], _: int) -> tuple[float, list[Stream]]:
+        seen.append(list(asks))
+        return 1.0, []
+
+    load = Load((), (), rounds=2, each=2, rates=(), seconds=1.0, limit=Limit())
+    asks = endless([Ask((prompt,), 0, 1.0, 8) for prompt in range(12)])
+    with Progress(disable=True) as progress:
+        for streams in (1, 3):
+            take_turns({"one": loop, "other": loop}, asks, streams, load, math.inf, progress, "")
+    assert seen[::2] == seen[1::2], "all have the same"
+    asked = [ask for asks in seen[::2] for ask in asks]
+    assert [ask.prompt for ask in asked[:12]] == [(prompt,) for prompt in range(12)], (
+        "a prompt comes again after all others"
+    )
+    assert [ask.seed for ask in asked] == list(range(3 * 2 + 3 * 6)), "and with another seed"
+
+
+def test_rounds_are_small_enough_that_no_prompt_comes_again() -> None:
+    assert places.round_size(1, 4, 200) == 12
+    assert places.round_size(16, 4, 200) == 40
+    assert places.round_size(16, 2, 200) == 48
+    assert places.round_size(64, 4, 200) == 192, "there are too few prompts"
+
+
+def test_a_request_that_takes_too_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(30)
+        return web.Response()
+
+    async def asked() -> tuple[list[Stream], list[overload.Answer]]:
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        async with TestServer(app, shutdown_timeout=0) as server:
+            url = str(server.make_url("")).rstrip("/")
+            _, streams = await closed_loop(Server(url, "any"), [Ask((1,), 0, 1.0, 8)], 1)
+            async with http_client.connect() as session:
+                client = overload.Client(session, url, 8, "any")
+                await client.ask()
+        return streams, client.answers
+
+    monkeypatch.setattr(http_client, "_TIMEOUT_S", 0.2)
+    streams, [failed] = asyncio.run(asked())
+    assert streams == [http_client.NOTHING]
+    assert failed.status == 0
 
 
 def test_who_answers_nothing_has_no_row_and_failed_requests_are_noted(tmp_path: Path) -> None:
@@ -263,3 +334,62 @@ def test_counters_of_a_target_are_what_happened_between_two_looks() -> None:
     before = TargetStats(steps=3, forward_s=0.5, places={"replica": 3}, link={"growths": 1})
     after = TargetStats(steps=10, forward_s=1.5, running=1, places={"replica": 9}, link={"growths": 7})
     assert pipeline.difference(after, before) == TargetStats(steps=7, forward_s=1.0, running=1)
+
+
+def totals(**rates: float) -> dict[str, pipeline.Totals]:
+    """So many tokens per second of two requests for each contender, by its name with _ for spaces."""
+    found: dict[str, pipeline.Totals] = {}
+    for name, rate in rates.items():
+        held = found[name.replace("_", " ")] = pipeline.Totals()
+        for request in ("first", "second"):
+            held.add(request, 100, 100 / rate, 50, 40, 50)
+    return found
+
+
+@pytest.mark.parametrize(("lookup", "best"), [(300.0, "sequential lookup 3"), (100.0, "sequential 2")])
+def test_a_pipeline_is_compared_with_the_best_that_takes_turns(lookup: float, best: str) -> None:
+    rates = {"sequential_2": 200.0, "sequential_3": 150.0, "sequential_lookup_2": 50.0, "sequential_lookup_3": lookup}
+    rates |= {"plain": 90.0, "plain_two_cores": 95.0, "sequential_two_cores_2": 70.0, "sequential_two_cores_3": 80.0}
+    spent = [TargetStats(steps=50, sequence_steps=50, active_s=1.0, forward_s=0.5)]
+    row = pipeline.summary(totals(pipelined=330.0, **rates), spent, [], (_IDLE, _IDLE), (2, 3))
+    assert row["sequential_best"] == best
+    assert row["pipelined_over_sequential"] == pytest.approx(330 / max(200, lookup))
+    assert (row["sequential_tps"], row["sequential_k"]) == (200, 2)
+    assert (row["sequential_lookup_tps"], row["sequential_lookup_k"]) == (lookup, 3)
+
+
+def test_steps_of_a_draft_are_counted_behind_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 100 ms for the prompt that warms up, then four of 1 ms for each prompt."""
+    stats = _IDLE
+
+    def decode(_: object, request: GenerationRequest, totals: pipeline.Totals) -> tuple[list[int], TargetStats]:
+        nonlocal stats
+        steps, busy_s = (1, 0.1) if request.request_id == "t0-0" else (4, 0.004)
+        stats = replace(stats, steps=stats.steps + steps, busy_s=stats.busy_s + busy_s)
+        totals.add(request.request_id, 8, 1.0, 4, 4, 4)
+        return [1], TargetStats(steps=4, sequence_steps=4, active_s=1.0, forward_s=0.5)
+
+    def in_turn(_: object, request: GenerationRequest, k: int, totals: pipeline.Totals, lookup: int) -> list[int]:
+        totals.add(request.request_id, 8, 1.0, 4, 4, 4)
+        return [1]
+
+    class Draft:
+        class stats:
+            remote = staticmethod(lambda: stats)
+
+    class Cluster:
+        drafts = (Draft,)
+
+    monkeypatch.setattr(pipeline, "run_pipelined", decode)
+    monkeypatch.setattr(pipeline, "run_sequential", in_turn)
+    monkeypatch.setattr("benchmarks.pipeline.ray.get", lambda found: found)
+    requests = [GenerationRequest(f"t0-{index}", (1,), SamplingParams()) for index in range(3)]
+    anything: Any = Cluster
+    assert pipeline.measure(anything, anything, anything, requests, 1, (2,))["draft_step_ms"] == 1.0
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "plain", "3", "3+lookup"])
+def test_a_variant_says_how_it_decodes(mode: str) -> None:
+    assert Variant.parse(f"now={ROOT}@{mode}").mode == mode
+    with pytest.raises(SystemExit, match="the mode is"):
+        Variant.parse(f"now={ROOT}@plain+lookup")

@@ -154,6 +154,7 @@ def test_starting_the_command_imports_nothing_slow() -> None:
         (["heads", "no/such/folder", "--out", "x"], "no model at no/such/folder"),
         (["heads", str(MODELS / "code-target"), "--out", "/proc/x"], "--out: /proc/x can't be written"),
         (["expand", str(MODELS / "code-target"), "--layers", "9", "--out", "/proc/x"], "--out: /proc/x can't be"),
+        (["expand", str(MODELS / "code-target"), "--layers", "1", "--out", str(MODELS / "code-target")], "made from"),
         (["serve", "--address", "nowhere"], "--address: 'nowhere' is not HOST:PORT"),
         (["serve", "--config", ""], "--config"),
         (["config", "check", ""], "'FILE': file '' is a directory"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import distill, train
+from engine.checkpoint import ModelError
 from engine.distill import DistillConfig
 from engine.runner import ModelRunner
 from tests import exact
@@ -123,6 +124,32 @@ def test_a_run_that_was_finished_is_written_to_another_folder_too(tmp_path: Path
     assert distill.distill(replace(config, out=tmp_path / "again")) == figures
     weights = [(out / "model.safetensors").read_bytes() for out in (config.out, tmp_path / "again")]
     assert weights[0] == weights[1]
+
+
+def test_what_a_checkpoint_says_of_generation_does_not_change_its_own_text(tmp_path: Path) -> None:
+    plain, changed = at(tmp_path / "plain", steps=1), at(tmp_path / "changed", steps=1, target=tmp_path / "target")
+    shutil.copytree(plain.target, changed.target)
+    settings = {"do_sample": True, "top_p": 0.1, "repetition_penalty": 5.0, "max_new_tokens": 7, "eos_token_id": 0}
+    (changed.target / "generation_config.json").write_text(json.dumps(settings))
+    texts = []
+    for config in (plain, changed):
+        distill.distill(config)
+        texts.append(torch.load(_own_text(config), weights_only=True))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("source", ["target", "draft"])
+def test_a_draft_is_not_written_over_what_it_is_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    config = at(tmp_path, **{source: tmp_path / source})
+    shutil.copytree(getattr(at(tmp_path), source), tmp_path / source)
+    (tmp_path / "link").symlink_to(tmp_path / source)
+    monkeypatch.setattr(distill, "tokenize", lambda *_: pytest.fail("work was begun"))
+    for out in (tmp_path / source, tmp_path / "link"):
+        with pytest.raises(ModelError, match="holds a checkpoint that this is made from"):
+            distill.distill(replace(config, out=out))
+    assert not config.work.exists()
 
 
 def _own_text(config: DistillConfig) -> Path:

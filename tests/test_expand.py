@@ -41,6 +41,14 @@ def test_a_model_does_not_get_smaller(tmp_path: Path) -> None:
         expand(exact.DRAFT, 1, tmp_path)
 
 
+def test_a_model_is_not_written_over_itself(tmp_path: Path) -> None:
+    model = save("llama", FAMILIES["llama"], tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(ModelError, match="holds a checkpoint that this is made from"):
+        expand(model, 9, tmp_path / "no" / ".." / "model")
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "phi3", "smollm3"])
 def test_families_give_the_same_greedy_text(tmp_path: Path, name: str) -> None:
     small = save(name, FAMILIES[name], tmp_path / "small")

@@ -186,6 +186,12 @@ def test_an_interrupted_training_ends_with_the_weights_of_a_whole_one(
         train_heads.train_heads(replace(config, seed=1))
 
 
+def test_heads_are_not_written_into_their_target(config: HeadsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_heads, "tokenize", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(ModelError, match="holds a checkpoint that this is made from"):
+        train_heads.train_heads(replace(config, out=config.target / ".." / config.target.name))
+
+
 def test_training_brings_the_heads_nearer_to_the_target(config: HeadsConfig) -> None:
     first, later = (
         train_heads.train_heads(replace(config, steps=steps, work=config.work / str(steps))) for steps in (1, 8)

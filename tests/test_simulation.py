@@ -25,6 +25,7 @@ from engine.types import InvalidRequest
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+MEASURED, PROFILE = RESULTS / "pipeline-2026-11-21-compiled-24-layers.json", RESULTS / "profile-2026-11-22.json"
 COSTS = Costs(parse_times("10", ""), parse_times("1", ""), latency_ms=0.1)
 GUESSES = Acceptance(0.8)
 MODES: tuple[Mode, ...] = ("plain", "sequential", "pipelined")
@@ -138,6 +139,20 @@ def test_two_runs_give_the_same_figures() -> None:
     assert simulate(fleet, requests(4)).figures() == simulate(fleet, requests(4)).figures()
 
 
+def test_what_cannot_be_served_is_refused_by_name() -> None:
+    long, many = requests(2, output=400), requests(1100, output=2)
+    with pytest.raises(InvalidRequest, match="kv_tokens: one request needs 488"):
+        simulate(Fleet(COSTS, limits=Limits(kv_tokens=487)), long)
+    assert simulate(Fleet(COSTS, limits=Limits(kv_tokens=488)), long).stats.tokens == 800
+    with pytest.raises(InvalidRequest, match="rate: too many"):
+        simulate(Fleet(COSTS, "plain", rate=1e6), many)
+    with pytest.raises(InvalidRequest, match="streams: too many"):
+        simulate(Fleet(COSTS, "plain", streams=1100), many)
+    for warm, scripts in ((1, long[:1]), (0, [])):
+        with pytest.raises(InvalidRequest, match=f"requests: none begins behind the {warm}"):
+            simulate(Fleet(COSTS, warm=warm), scripts)
+
+
 def test_requests_that_come_faster_wait_longer() -> None:
     few, many = (
         simulate(Fleet(COSTS, "plain", rate=rate, limits=Limits(max_batch=2)), requests(12)) for rate in (0.1, 20)
@@ -173,8 +188,8 @@ def test_what_the_simulator_says_of_its_own_figures_is_right() -> None:
 
 
 def test_a_measured_pipeline_is_predicted_within_a_tenth() -> None:
-    values = load_measured(RESULTS / "pipeline-2026-11-21-compiled-24-layers.json")["T1"]
-    source = recorded(RESULTS / "profile-2026-11-22.json", "T1")
+    values = load_measured(MEASURED)["T1"]
+    source = recorded(PROFILE, "T1")
     fleet = Fleet(replace(COSTS, latency_ms=0.4))
     rows = {row["figure"]: row for row in check(measured_plan(values, source, fleet, 6, None), values)}
     for figure in ("pipelined tokens/s", "sequential tokens/s, k = 5", "tokens per step"):
@@ -191,7 +206,7 @@ def test_the_fitted_rate_gives_the_published_speed() -> None:
 
 
 def test_the_preset_names_what_was_published_and_predicts_plain_decoding() -> None:
-    rows = predict(requests=1, prompt=8, output=32, seed=0)
+    rows = predict(requests=1, prompt=8, output=32, seed=0, limits=Limits())
     assert [row["published"]["pipelined"] for row in rows] == ["255.8", "225-276", "348"]
     assert rows[0]["predicted"]["plain"]["tps"] == pytest.approx(54.7, abs=0.1)
 
@@ -203,7 +218,8 @@ def test_the_pages_have_what_the_preset_says(monkeypatch: pytest.MonkeyPatch) ->
     assert "`paceline simulate --preset ssd-70b --requests 24`" in page
     line = next(line for line in page.splitlines() if line.startswith("| predicted |"))
     given = {name: each.default for name, each in signature(simulate_command).parameters.items()}
-    (row,) = predict(24, given["prompt_tokens"], given["output_tokens"], given["seed"])
+    limits = Limits(kv_tokens=given["kv_tokens"])
+    (row,) = predict(24, given["prompt_tokens"], given["output_tokens"], given["seed"], limits)
     tps = {mode: row["predicted"][mode]["tps"] for mode in ("plain", "sequential", "pipelined", "wider")}
     figures = [float(cell.replace("*", "").split("(")[0]) for cell in line.strip("| ").split("|")[1:]]
     assert figures == pytest.approx(list(tps.values()), abs=1)
@@ -235,6 +251,28 @@ def test_the_command_prints_the_modes_and_writes_them(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "x.json").read_text())
     assert set(written["modes"]) == set(MODES)
     assert [row["targets"] for row in written["fleet"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "ssd-70b", "--kv-tokens", "300"], "--kv-tokens: one request needs 448"),
+        (["--measured", str(MEASURED), "--kv-tokens", "300"], "--kv-tokens: one request needs 448"),
+        (["--profile", str(PROFILE), "--kv-tokens", "256"], "--kv-tokens: one request needs 279"),
+        (["--rate", "100000", "--requests", "1100", "--output-tokens", "2"], "--rate: too many for these targets"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["simulate", *options], prog_name="paceline")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"paceline: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_preset_has_the_room_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_preset, "PUBLISHED", PUBLISHED[:1])
+    options = ["--preset", "ssd-70b", "--prompt-tokens", "33000", "--output-tokens", "2", "--requests", "1"]
+    assert CliRunner().invoke(cli.app, ["simulate", *options], prog_name="paceline").exit_code == 0
 
 
 def test_the_command_plans_with_the_trees_of_the_product() -> None:

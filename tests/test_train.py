@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from engine import train
+from engine.checkpoint import ModelError
 from engine.runner import ModelRunner
 from engine.train import TrainingConfig
 
@@ -146,6 +147,15 @@ def test_the_learning_rate_warms_up_and_falls_to_a_twentieth() -> None:
 def test_encoding_is_undone_by_decoding(tokenizer: PreTrainedTokenizerFast) -> None:
     for text in ("def f():\n    return 'ü👩'\n", "  leading", "\t\r\n"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_tokenizer_without_an_end_token_is_named_before_the_work(tmp_path: Path) -> None:
+    train.train_tokenizer(iter(["some text"]), 300).save_pretrained(tmp_path)
+    endless = PreTrainedTokenizerFast.from_pretrained(tmp_path, eos_token=None)
+    texts = iter(["first"])
+    with pytest.raises(ModelError, match=f"{tmp_path} has no end token"):
+        train.tokenize(endless, texts)
+    assert next(texts) == "first"
 
 
 def test_prompts_are_whole_lines_of_at_most_so_many_tokens(tokenizer: PreTrainedTokenizerFast) -> None:

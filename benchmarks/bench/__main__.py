@@ -56,11 +56,11 @@ class Results:
 
     def missing(self, setup: Setup, temperatures: Iterable[float], loops: Collection[str], parts: int) -> list[float]:
         """The temperatures of which an earlier run did not measure all parts; what it has of those is dropped."""
-        wanted = (setup.pair.params, setup.place.accounting)
+        wanted = (setup.pair.params, setup.pair.dtype, setup.place.accounting)
 
         def among(row: Row, temperature: float) -> bool:
-            measured = (row["target_params"], row["accounting"]) == wanted and row["loop"] in loops
-            return measured and row["temperature"] == temperature
+            measured = (row["target_params"], row.get("dtype"), row["accounting"]) == wanted
+            return measured and row["loop"] in loops and row["temperature"] == temperature
 
         left = []
         for temperature in temperatures:
@@ -159,7 +159,7 @@ class Run:
 
     def _best(self, pair: Pair) -> Best:
         """vLLM's draft tokens a step: tried once for each target, on one core, or known from a run that was stopped."""
-        known = Best.known(self.results.rows, pair.params)
+        known = Best.known(self.results.rows, pair.params, pair.dtype)
         wanted = [name for name in VLLM_SPECULATIVE if self.work.wants(name)]
         if all((name, temperature) in known.vllm for name in wanted for temperature in self.work.temperatures):
             self.best.setdefault(pair.params, known)

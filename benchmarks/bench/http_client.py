@@ -53,7 +53,7 @@ async def ask_one(session: aiohttp.ClientSession, server: Server, ask: Ask) -> S
                     if text or any(choice.get("finish_reason") for choice in choices):  # an end token has no text
                         pieces.append((now, text))
                     total = (event.get("usage") or {}).get("completion_tokens", total)
-    except aiohttp.ClientError:
+    except (aiohttp.ClientError, TimeoutError):  # the session's timeout is no ClientError
         return NOTHING
     return by_text(pieces, total)
 
@@ -89,12 +89,12 @@ def arrival_times(rate: float, seconds: float, seed: int) -> Iterator[float]:
         due += rng.expovariate(rate)
 
 
-async def open_loop(server: Server, asks: Sequence[Ask], rate: float, seconds: float, seed: int) -> list[Stream]:
-    """Requests come at their times, whatever became of earlier ones; all answers are waited for."""
+async def open_loop(server: Server, asks: Sequence[Ask], times: Sequence[float]) -> list[Stream]:
+    """Requests come at their times, one for each, whatever became of earlier ones; all answers are waited for."""
     tasks: list[asyncio.Task[Stream]] = []
     async with connect() as session:
         started = time.monotonic()
-        for index, due in enumerate(arrival_times(rate, seconds, seed)):
+        for ask, due in zip(asks, times, strict=True):
             await asyncio.sleep(max(0.0, started + due - time.monotonic()))
-            tasks.append(asyncio.create_task(ask_one(session, server, asks[index % len(asks)])))
+            tasks.append(asyncio.create_task(ask_one(session, server, ask)))
         return list(await asyncio.gather(*tasks))

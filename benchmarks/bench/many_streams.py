@@ -4,7 +4,8 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count, islice
 
 from rich.progress import Progress
 
@@ -19,7 +20,7 @@ from benchmarks.bench.contenders import (
     Setup,
     vllm_servers,
 )
-from benchmarks.bench.http_client import Server, closed_loop, open_loop
+from benchmarks.bench.http_client import Server, arrival_times, closed_loop, open_loop
 from benchmarks.bench.one_stream import Best, Work
 from benchmarks.bench.streams import OPEN, Ask, Limit, Row, Stream, cut, goodput, latencies, many_streams
 from benchmarks.bench.worker import SETTLE_S
@@ -59,7 +60,7 @@ def measure(
             found = {name: ours[model] for name, model in SERVED.items() if work.wants(name)}
             found |= {f"{key[0]}-served": theirs[key] for key in keys[temperature] if key in theirs}
             chosen = {f"{name}-served": {"k": k} for name, k in keys[temperature] if k}
-            asks = work.make(work.prompts, temperature)
+            asks = endless(work.make(work.prompts, temperature))
             loops = {name: over_http(server) for name, server in found.items()}
             loops |= {name: static_batch(worker.run, work) for (name, _), worker in batch.items()}
             common: Row = {"target_params": pair.params, "temperature": temperature, "accounting": place.accounting}
@@ -102,23 +103,31 @@ def static_batch(run: Callable[[Sequence[Ask]], list[Stream]], work: Work) -> Lo
     return loop
 
 
+def endless(asks: Sequence[Ask]) -> Iterator[Ask]:
+    """Prompts come again when there is no other left, with another seed: drawn texts are not known already."""
+    return (replace(asks[number % len(asks)], seed=number) for number in count())
+
+
 def take_turns(
     loops: dict[str, Loop],
-    asks: Sequence[Ask],
+    asks: Iterator[Ask],
     streams: int,
     load: Load,
     deadline: float,
     progress: Progress,
     title: str,
 ) -> dict[str, list[Round]]:
-    """Rounds of all of them in turn; the first one warms up, past the deadline no further one is begun."""
+    """Rounds of all of them in turn, the next asks in each; the first one warms up.
+
+    Past the deadline no further one is begun.
+    """
     rng = random.Random(streams)
     rounds: dict[str, list[Round]] = {name: [] for name in loops}
     task = progress.add_task(title, total=load.rounds + 1)
     for number in range(load.rounds + 1):
         if number > 1 and time.monotonic() > deadline:
             break
-        asked = [asks[(number * streams + index) % len(asks)] for index in range(streams * load.each)]
+        asked = list(islice(asks, streams * load.each))
         for name in rng.sample(sorted(loops), len(loops)):
             rounds[name].append(loops[name](asked, streams))
             settle(name)
@@ -157,20 +166,22 @@ def requests_per_s(rounds: dict[str, list[Round]]) -> dict[str, float]:
 
 def opened(
     everybody: dict[str, Server],
-    asks: Sequence[Ask],
+    asks: Iterator[Ask],
     load: Load,
     served: dict[str, float],
     common: Row,
     progress: Progress,
 ) -> Iterator[list[Row]]:
-    """The same rates for all: shares of what plain vLLM served at its best, or our plain server where there is no vLLM."""
+    """The same rates and asks for all: shares of what plain vLLM served at its best, or our plain server without it."""
     full = served.get(f"{VLLM}-served", served.get("paceline-served-plain", 1.0))
     task = progress.add_task(f"open loop, T = {common['temperature']:g}", total=len(load.rates) * len(everybody))
     for number, share in enumerate(load.rates):
         rate, found = round(share * full, 3), []
+        times = list(arrival_times(rate, load.seconds, number))
+        asked = list(islice(asks, len(times)))
         for name in random.Random(number).sample(sorted(everybody), len(everybody)):
             started = time.monotonic()
-            streams = asyncio.run(open_loop(everybody[name], asks, rate, load.seconds, number))
+            streams = asyncio.run(open_loop(everybody[name], asked, times))
             seconds = max(load.seconds, time.monotonic() - started)
             settle(name)
             row = {"contender": name, "streams": OPEN, **common, "loop": "open", "rate": rate}

@@ -74,10 +74,11 @@ class Best:
     vllm: dict[tuple[str, float], int] = field(default_factory=dict)
 
     @classmethod
-    def known(cls, rows: Sequence[Row], params: int) -> "Best":
-        """What an earlier run found for a target of so many parameters, by the rows that it left."""
-        own = [row for row in rows if row["target_params"] == params and row["contender"] in VLLM_SPECULATIVE]
-        return cls({(row["contender"], row["temperature"]): row["k"] for row in own})
+    def known(cls, rows: Sequence[Row], params: int, dtype: Dtype) -> "Best":
+        """What an earlier run found for a target of so many parameters in this dtype, by the rows that it left."""
+        own = [row for row in rows if (row["target_params"], row.get("dtype")) == (params, dtype)]
+        chosen = [row for row in own if row["contender"] in VLLM_SPECULATIVE]
+        return cls({(row["contender"], row["temperature"]): row["k"] for row in chosen})
 
 
 def probe_vllm(setup: Setup, work: Work) -> Best:

@@ -11,10 +11,6 @@ from typing import Any, Literal
 
 Row = dict[str, Any]
 Accounting = Literal["same-target-core", "total-cores"]
-KEYS = (
-    *("contender", "target_params", "streams", "temperature", "accounting"),
-    *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p99", "spread"),
-)
 OPEN = 0  # the number of streams in rows of an open loop: as many as come
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from cluster.draft_state import MOST_TOLD
+from cluster.intake import Overloaded
 from cluster.simulation.clock import Clock
 from cluster.simulation.costs import Costs
 from cluster.simulation.draft import SimulatedDraft
@@ -17,7 +18,8 @@ from cluster.target_stats import TargetStats
 from engine.budget import Calibration, GoodputWindow, Window
 from engine.drafters import Drafter
 from engine.drafters.model import Growing
-from engine.types import TokenChunk
+from engine.step import MAX_WINDOW
+from engine.types import InvalidRequest, TokenChunk, require
 from engine.windows import FixedChain
 
 Mode = Literal["plain", "sequential", "pipelined"]
@@ -119,8 +121,18 @@ def _rounded(value: float, digits: int) -> float:
 
 
 def simulate(fleet: Fleet, scripts: Sequence[Script], make_drafter: MakeDrafter | None = None) -> Outcome:
-    """Serves all scripts, in this order; make_drafter: of each draft, if not one that reads the scripts off."""
-    return _Run(fleet, scripts, make_drafter or (lambda growing: ScriptedDrafter(scripts, growing))).outcome()
+    """Serves all scripts, in this order; make_drafter: of each draft, if not one that reads the scripts off.
+
+    Raises InvalidRequest when a script doesn't fit in a target, when more of them wait than a target lets wait, or when
+    none is left to be counted.
+    """
+    needed = max((len(script.request.prompt) + len(script.output) for script in scripts), default=0) + MAX_WINDOW + 1
+    require(needed <= fleet.limits.kv_tokens, "kv_tokens", f"one request needs {needed}")
+    try:
+        return _Run(fleet, scripts, make_drafter or (lambda growing: ScriptedDrafter(scripts, growing))).outcome()
+    except Overloaded as error:
+        name = "streams" if fleet.rate is None else "rate"
+        raise InvalidRequest(name, f"too many for these targets: {error}") from None
 
 
 class _Run:
@@ -168,6 +180,7 @@ class _Run:
                 self._clock.after(when, self._next)
         self._clock.run()
         counted = [answer for answer in self._answers.values() if answer.arrived >= self._counting_from]
+        require(bool(counted), "requests", f"none begins behind the {self._fleet.warm} that warm up")
         milliseconds = max(answer.times[-1] for answer in counted) - self._counting_from
         busy = sum(draft.busy_ms for draft in self._drafts)
         return Outcome(
