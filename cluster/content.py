@@ -45,11 +45,12 @@ class ContentSessions:
     """The sessions of a target whose batches come as rows of tokens, in any order."""
 
     state: TargetState
-    lease_s: float = 5.0  # a session that no row showed for so long is given up; a row that returns opens another
+    lease_s: float = 0.5  # a session that no row showed for so long is given up; a row that returns opens another
     most: int = 512  # sessions; beyond, those that no row shows give way, the longest unseen first
     _held: dict[int, _Session] = field(default_factory=dict)  # by id
     _due: float = -math.inf  # seconds; no lease ends before
     _rows: list[int] = field(default_factory=list)  # the session of each row of the last call; -1: none
+    _full: float = -math.inf  # seconds: the last call whose rows showed all sessions that there may be
 
     def follow(self, rows: Sequence[IntArray], now: float) -> list[int]:
         """Finds or opens the session of each row [n >= 0 tokens], and commits what is new in it; -1 for empty rows.
@@ -57,7 +58,6 @@ class ContentSessions:
         Rows move, jump ahead by any number of tokens, leave for a while and return; two rows with the same text have a
         session each. now: seconds, of any clock.
         """
-        self._expire(now)
         free = dict(self._held)
         found = [self._claim(free, row, self._rows[i] if i < len(self._rows) else -1) for i, row in enumerate(rows)]
         for i, row in enumerate(rows):
@@ -66,8 +66,13 @@ class ContentSessions:
         for session in found:
             if session >= 0:
                 self._held[session].seen = now
+        self._expire(now)  # now, since the step before may have been longer than a lease
         self._rows = [self._take(held, row, now) for held, row in zip(found, rows, strict=True)]
         return self._rows
+
+    def holds(self, session: int) -> bool:
+        """Whether it was not given up yet."""
+        return session in self._held
 
     def _claim(self, free: dict[int, _Session], row: IntArray, likely: int) -> int:
         """The session that was in this row the last time, if the row goes on from it; -1 otherwise."""
@@ -100,10 +105,14 @@ class ContentSessions:
 
     def _make_room(self, now: float) -> bool:
         """Gives up the session that was not seen for the longest; False if all were seen in this call."""
+        if self._full == now:  # of many rows without a session, one looks
+            return False
         oldest = min(self._held.values(), key=lambda held: held.seen)
-        if oldest.seen < now:
-            self._give_up(oldest.id)
-        return oldest.seen < now
+        if oldest.seen >= now:
+            self._full = now
+            return False
+        self._give_up(oldest.id)
+        return True
 
     def _expire(self, now: float) -> None:
         if now <= self._due:

@@ -1,13 +1,12 @@
 """The drafts that a target is linked to: their messages in and out, between two steps. Nothing in it waits."""
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 from cluster.best_place import BestPlace, Kind, Place
 from cluster.link import Link, send_all
 from cluster.loop import Loop
-from cluster.rest import Rest
+from cluster.rest import Rests
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.types import Commit, Down, Growth, Up
@@ -26,11 +25,9 @@ class LinkedDrafts:
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_draft = 0
         self._places = places
-        self._rests: dict[int, Rest] = {}
+        self._rests = Rests()
         self._best = self._measure_anew()
-        self._heard: set[int] = set()  # drafts that said something since the last step
         self._heard_last = False  # whether any did before the last step
-        self._accepted: Counter[int] = Counter()  # tokens, of the sessions of each draft, since the last step
 
     def __len__(self) -> int:
         return len(self._links)
@@ -47,7 +44,8 @@ class LinkedDrafts:
         self._links[draft] = link
         if self._loop is not None:
             self._loop.hear(link)
-        self._rests[draft], self._best = Rest(), self._measure_anew()  # it may be a better one
+        self._rests.joined(draft)
+        self._best = self._measure_anew()  # it may be a better one
         self._leave_alone_or_ask()
         self._state.draft_joined(draft)
         self.send()
@@ -63,13 +61,13 @@ class LinkedDrafts:
                     self._state.received(draft, message)
                 grown = [len(message.tokens) for message in messages if isinstance(message, Growth)]
                 if grown:
-                    self._heard.add(draft)
+                    self._rests.heard(draft)
                 self._trace.add("growth", started, sum(grown))
             if not alive:
                 if self._loop is not None:
                     self._loop.forget(link)
-                del self._links[draft], self._rests[draft]
-                self._heard.discard(draft)
+                del self._links[draft]
+                self._rests.left(draft)
                 self._state.draft_left(draft)
                 self._best = self._measure_anew()  # what is known was of all of them
                 self._leave_alone_or_ask()
@@ -78,22 +76,20 @@ class LinkedDrafts:
         """The step that ends accepted so many draft tokens of a session, whose draft that speaks for."""
         draft = self._state.draft_of(session)
         if draft is not None:
-            self._accepted[draft] += tokens
+            self._rests.accepted(draft, tokens)
 
     def stepped(self) -> None:
         """A step ended. A draft that is never right is left alone for a while."""
-        if self.place == "separate":
-            changed = [rest.stepped(draft in self._heard, self._accepted[draft]) for draft, rest in self._rests.items()]
-            if any(changed):
-                self._best.settle()
-                self._leave_alone_or_ask()
-        self._heard_last = bool(self._heard)
-        self._heard.clear()
-        self._accepted.clear()
+        self._heard_last = self._rests.any_heard
+        if self.place != "separate":
+            self._rests.passed_over()
+        elif self._rests.stepped():
+            self._best.settle()
+            self._leave_alone_or_ask()
 
     def took(self, kind: Kind, tokens: int, seconds: float) -> None:
         """How long the last step took in all, which says where drafts are best."""
-        if not self._rests or not all(rest.resting for rest in self._rests.values()):
+        if not self._links or len(self._rests.resting) < len(self._links):
             self._best.stepped(kind, tokens, seconds, heard=self._heard_last or self.place == "shared")
             self._leave_alone_or_ask()
 
@@ -108,8 +104,7 @@ class LinkedDrafts:
         return BestPlace([place for place in self._places if place != "separate" or self._links])
 
     def _leave_alone_or_ask(self) -> None:
-        elsewhere = self.place != "separate"
-        self._state.drafts_left_alone({draft for draft, rest in self._rests.items() if elsewhere or rest.resting})
+        self._state.drafts_left_alone(self._rests.resting if self.place == "separate" else set(self._links))
 
     def send(self) -> None:
         """Everything that there is to say goes out."""

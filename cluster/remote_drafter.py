@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from cluster.grpc_link import connect
 from cluster.link import Link, LinkError
 from cluster.linked import LinkedDrafts
-from cluster.target_state import MIRROR_NODES, TargetState
+from cluster.target_state import MIRROR_NODES, RENEW_EVERY_S, TargetState
 from cluster.trace import Trace
 from engine.tree import Moved, TokenTree
 from engine.types import Down, SamplingParams, Up
 
 logger = logging.getLogger(__name__)
-_RENEW_EVERY_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 0.5
 
@@ -43,7 +42,8 @@ class RemoteDrafter:
         self._made: queue.SimpleQueue[Link[Down, Up]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._sessions: dict[int, _Session] = {}
-        self._next_renewal = time.monotonic() + _RENEW_EVERY_S
+        self._next_renewal = time.monotonic() + RENEW_EVERY_S
+        self._committed = False  # something, since it grew last
 
     def add_link(self, link: Link[Down, Up]) -> None:
         """A service is there. May be called from any thread."""
@@ -85,6 +85,8 @@ class RemoteDrafter:
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""
         held = self._sessions[session]
+        self._drafts.accepted(held.number, len(self._state.mirror(held.number).along(tokens)))
+        self._committed = True
         self._state.tokens_committed(held.number, tokens)
         held.seen = self._state.mirror(held.number).size
         return held.tree.commit(tokens)
@@ -94,8 +96,11 @@ class RemoteDrafter:
         while not self._made.empty():
             self._drafts.join(self._made.get())
         if time.monotonic() > self._next_renewal:
-            self._next_renewal = time.monotonic() + _RENEW_EVERY_S
+            self._next_renewal = time.monotonic() + RENEW_EVERY_S
             self._state.renewal_due()
+        if self._committed:  # what came before the commits was judged by them
+            self._committed = False
+            self._drafts.stepped()
         self._drafts.receive()
         self._drafts.send()
         return [session for session, held in self._sessions.items() if self._take(held)]

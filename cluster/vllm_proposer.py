@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ from cluster.address import parse_address
 from cluster.content import ContentSessions
 from cluster.grpcio_link import connect
 from cluster.link import Link, send_all
-from cluster.target_state import TargetState
+from cluster.rest import Rests
+from cluster.target_state import RENEW_EVERY_S, TargetState
 from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
 from cluster.wire import decode_up, encode_down, encode_up
@@ -64,6 +66,7 @@ class RemoteProposer:
             int(vllm_config.model_config.get_vocab_size()),
             _milliseconds(os.environ.get(WAIT_MS, "3")) / 1000,
         )
+        _lift_limit(vllm_config.speculative_config)
         self._proposals = Proposals(options) if _answers() else None
         mend()
 
@@ -144,6 +147,18 @@ def _milliseconds(text: str) -> float:
     raise ValueError(f"{WAIT_MS}: {text!r} is no number of milliseconds from 0 to {_LONGEST_WAIT_MS}")
 
 
+def _lift_limit(speculative_config: Any) -> None:
+    """Lets vLLM ask for drafts whatever the lengths of its rows are; it reads the limit after it has made the class.
+
+    As soon as one row comes near the limit of the draft's context, which is the target's here, no row gets drafts, but all
+    zeros to verify. Proposals that lead beyond the target's context are cut where they are scheduled.
+    """
+    if speculative_config.draft_model_config is not None:
+        config = copy(speculative_config.draft_model_config)
+        config.max_model_len += speculative_config.num_speculative_tokens
+        speculative_config.draft_model_config = config
+
+
 def _answers() -> bool:
     """Whether vLLM takes this process' proposals: of tensor-parallel ranks, the first one's."""
     from vllm.distributed.parallel_state import (  # type: ignore[import-not-found,unused-ignore]
@@ -172,6 +187,15 @@ def _warm_up(options: ProposerOptions) -> None:
             assert len(state.mirror(session).chain(options.most, options.least))
 
 
+@dataclass(frozen=True, slots=True)
+class _Proposed:
+    """A row's last proposal."""
+
+    draft: int
+    at: int  # how many tokens the row had
+    first: int
+
+
 class Proposals:
     """Sessions by content, links to draft services, and what the mirrors hold. One thread calls `propose`.
 
@@ -186,10 +210,13 @@ class Proposals:
         self.times: deque[tuple[float, float]] = deque(maxlen=_TIMES)  # see RemoteProposer.take_times
         self._state = TargetState(options.vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._sessions = ContentSessions(self._state)
+        self._rests = Rests()
+        self._proposed: dict[int, _Proposed] = {}  # by session, until its row goes on
+        self._next_renewal = time.monotonic() + RENEW_EVERY_S
         self._links: dict[int, Link[Down, Up]] = {}
         self._next_link = 0
         self._failed: Exception | None = None  # of the thread that receives
-        self._changed = threading.Condition()  # guards state, sessions and links; told when something was received
+        self._changed = threading.Condition()  # guards all but the threads; told when something was received
         self._made: queue.SimpleQueue[Link[Down, Up]] = queue.SimpleQueue()
         self._arrived = threading.Event()  # something can be received
         self._connected: dict[str, Link[Down, Up]] = {}  # by address; the connecting thread's
@@ -212,6 +239,10 @@ class Proposals:
             if self._arrived.is_set():
                 self._receive()
             sessions = self._sessions.follow(rows, started)
+            self._learn(any(sampled))
+            if started > self._next_renewal:
+                self._next_renewal = started + RENEW_EVERY_S
+                self._state.renewal_due()
             self._send()
             wanted = [session for session, decodes in zip(sessions, sampled, strict=True) if decodes and session >= 0]
             waited_s = self._wait(wanted)
@@ -248,7 +279,24 @@ class Proposals:
         """A mirror's probabilities say how sure the draft is; verifying what hardly ever holds costs the engine a row."""
         mirror = self._state.mirror(session)
         tokens: list[int] = mirror.token[mirror.chain(self._options.most, self._options.least)].tolist()
+        draft = self._state.draft_of(session)
+        if tokens and draft is not None:
+            self._proposed[session] = _Proposed(draft, len(self._state.tokens(session)), tokens[0])
         return tokens
+
+    def _learn(self, decoded: bool) -> None:
+        """What became of the proposals. A draft that is never right is left alone for a while.
+
+        decoded: whether any row did in the step that ended.
+        """
+        for session, proposed in list(self._proposed.items()):
+            if not self._sessions.holds(session):
+                del self._proposed[session]
+            elif len(tokens := self._state.tokens(session)) > proposed.at:  # else its row waits
+                del self._proposed[session]
+                self._rests.accepted(proposed.draft, int(tokens[proposed.at] == proposed.first))
+        if decoded and self._rests.stepped():
+            self._state.drafts_left_alone(self._rests.resting)
 
     def _wait(self, sessions: Sequence[int]) -> float:
         """A bounded time for growth where nothing at all could be proposed: one row's miss holds up no other's hit.
@@ -273,6 +321,7 @@ class Proposals:
                 link.set_notify(self._arrived.set)
                 self._in_vain = self._passed_by = 0  # it may be a faster one
                 self._links[self._next_link] = link
+                self._rests.joined(self._next_link)
                 self._state.draft_joined(self._next_link)
                 self._next_link += 1
 
@@ -294,8 +343,11 @@ class Proposals:
             alive = link.alive
             for message in link.receive():
                 self._state.received(draft, message)
+                if isinstance(message, Growth):
+                    self._rests.heard(draft)
             if not alive:
                 del self._links[draft]
+                self._rests.left(draft)
                 self._state.draft_left(draft)
 
     def _send(self) -> None:

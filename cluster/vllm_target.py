@@ -31,7 +31,7 @@ from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, To
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_RPC_TIMEOUT_S = 5.0
+_TELL_TIMEOUT_S = 6.0
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
@@ -160,9 +160,10 @@ class VllmTarget:
     def _tell(self, addresses: list[str] | None) -> None:
         if not self._drafted or not self.alive:
             return
-        telling = self._run(self._engine.collective_rpc("paceline_follow", _RPC_TIMEOUT_S, (addresses,)))
+        # No limit for vLLM itself: of several ranks, one that answers after it would be taken to answer the next call.
+        telling = self._run(self._engine.collective_rpc("paceline_follow", None, (addresses,)))
         try:
-            answers = telling.result(_RPC_TIMEOUT_S + 1)  # its own limit counts from when vLLM comes to it
+            answers = telling.result(_TELL_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001  whether vLLM lives is seen elsewhere; it is told again soon
             telling.cancel()
             logger.info("vLLM could not be told of its drafts: %s", error)

@@ -6,7 +6,7 @@ import numpy as np
 
 from cluster.link import memory_link
 from cluster.linked import LinkedDrafts
-from cluster.rest import Rest
+from cluster.rest import Rest, Rests
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.types import Close, Growth, KVHandle, Open, SamplingParams
@@ -37,6 +37,41 @@ def test_a_draft_that_was_right_at_a_look_is_trusted_as_at_first() -> None:
     assert [rest.stepped(heard=False, accepted=0) for _ in range(256)].index(True) == 255
     rest.stepped(heard=True, accepted=1)
     assert sum(not rest.resting and not rest.stepped(heard=True, accepted=0) for _ in range(200)) == 127
+
+
+def test_of_several_drafts_those_that_are_never_right_rest_and_come_back() -> None:
+    rests = Rests()
+    rests.joined(0)
+    rests.joined(1)
+
+    def step() -> bool:
+        for draft in {0, 1} - rests.resting:
+            rests.heard(draft)
+        rests.accepted(1, 2)
+        rests.accepted(7, 1)  # it has left
+        return rests.stepped()
+
+    assert [step() for _ in range(128)].index(True) == 127
+    assert rests.resting == {0}
+    assert [step() for _ in range(256)].index(True) == 255
+    assert rests.resting == set()
+    rests.left(0)
+    assert not any(step() for _ in range(2000))
+
+
+def test_a_step_is_judged_by_what_came_since_the_one_before() -> None:
+    rests = Rests()
+    rests.joined(0)
+    for _ in range(500):
+        rests.heard(0)
+        assert rests.any_heard
+        rests.passed_over()
+        assert not rests.stepped()  # nothing was heard since
+    for _ in range(127):
+        rests.heard(0)
+        assert not rests.stepped()
+    rests.heard(0)
+    assert rests.stepped()
 
 
 def opened(state: TargetState, draft: int) -> list[tuple[int, tuple[int, ...]]]:

@@ -15,10 +15,9 @@ import torch
 
 from cluster import vllm_proposer
 from cluster.address import parse_address
-from cluster.content import ContentSessions
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
-from cluster.link import LinkError
+from cluster.link import Link, LinkError, memory_link
 from cluster.target_state import TargetState
 from cluster.vllm_mended import spread
 from cluster.vllm_proposer import ADDRESSES, WAIT_MS, Proposals, ProposerOptions, RemoteProposer
@@ -26,9 +25,10 @@ from cluster.vllm_target import binding
 from cluster.warm import warm_up_drafter
 from engine.decode import decode
 from engine.drafters.model import ModelDrafter
+from engine.prefix import HandleChain
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
-from engine.types import IntArray
+from engine.types import Close, Down, Growth, IntArray, Open, Renew, Up
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 
@@ -37,50 +37,6 @@ VOCAB, MOST, TOKENS = 4096, 5, 48
 
 def row(*tokens: int) -> IntArray:
     return np.asarray(tokens, np.int32)
-
-
-@pytest.fixture
-def sessions() -> Iterator[ContentSessions]:
-    """Of a target without drafts, audited."""
-    made = ContentSessions(TargetState(VOCAB), lease_s=10.0)
-    yield made
-    made.state.check()
-
-
-def test_a_row_is_known_by_its_tokens_wherever_it_stands(sessions: ContentSessions) -> None:
-    one, other = sessions.follow([row(1, 2), row(3, 4)], 0.0)
-    assert sessions.follow([row(3, 4, 5), row(1, 2, 9)], 0.0) == [other, one]
-    assert sessions.follow([row(1, 2, 9, 9)], 0.0) == [one]
-    assert sessions.follow([row(3, 4, 5, 6, 7, 8), row(1, 2, 9, 9)], 0.0) == [other, one]  # it was away, and jumped
-    assert sessions.state.tokens(other) == [3, 4, 5, 6, 7, 8]
-
-
-def test_rows_with_the_same_text_have_a_session_each(sessions: ContentSessions) -> None:
-    one, other = sessions.follow([row(1, 2), row(1, 2)], 0.0)
-    assert one != other
-    assert sessions.follow([row(1, 2, 3), row(1, 2, 4)], 0.0) == [one, other]
-    assert sessions.follow([row(1, 2, 4, 5), row(1, 2, 3, 5)], 0.0) == [other, one]
-
-
-def test_a_text_that_changed_is_another_session_and_the_old_one_ends_with_its_lease(sessions: ContentSessions) -> None:
-    (one,) = sessions.follow([row(1, 2, 3)], 0.0)
-    (other,) = sessions.follow([row(1, 9, 3)], 5.0)
-    assert other != one
-    assert sessions.state.sessions == 2
-    assert sessions.follow([row(1, 9, 3, 4), row()], 11.0) == [other, -1]
-    assert sessions.state.sessions == 1
-    (back,) = sessions.follow([row(1, 2, 3)], 12.0)
-    assert back not in (one, other)
-
-
-def test_where_there_is_no_room_the_longest_unseen_gives_way_and_no_row_of_the_batch(sessions: ContentSessions) -> None:
-    sessions.most = 2
-    first, second = sessions.follow([row(1), row(2)], 0.0)
-    assert sessions.follow([row(2)], 1.0) == [second]
-    found = sessions.follow([row(3), row(2), row(4)], 2.0)
-    assert found[0] not in (-1, first)
-    assert found[1:] == [second, -1]
-    assert sessions.state.sessions == 2
 
 
 def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> None:
@@ -122,6 +78,17 @@ def test_a_setting_that_cannot_be_used_is_told(
     )
     with pytest.raises(ValueError, match=told):
         RemoteProposer(config)
+
+
+def test_vllm_is_not_kept_from_asking_by_the_length_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESSES, "127.0.0.1:9100")
+    monkeypatch.setattr(vllm_proposer, "_answers", lambda: False)
+    monkeypatch.setattr(vllm_proposer, "mend", lambda: None)
+    target = SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=512)
+    speculation = SimpleNamespace(num_speculative_tokens=5, draft_model_config=target)
+    RemoteProposer(SimpleNamespace(additional_config={}, speculative_config=speculation, model_config=target))
+    assert speculation.draft_model_config.max_model_len == 512 + 5
+    assert target.max_model_len == 512
 
 
 def test_a_service_that_is_not_there_is_told_once(
@@ -276,6 +243,111 @@ def test_a_service_that_is_too_slow_is_waited_for_more_and_more_seldom(closing: 
     assert all(waited[:8])
     assert sum(waited) < 25
     assert any(waited[-100:]), "it may have become faster"
+
+
+class Told:
+    """Proposals with a draft that is no service: this object, which guesses what it is told to."""
+
+    def __init__(self, proposals: Proposals, link: Link[Up, Down]) -> None:
+        self._proposals, self._link = proposals, link
+        self.heard: list[Down] = []
+        self._sessions: dict[int, int] = {}  # by a text's first token
+
+    def propose(self, text: list[int], sampled: bool = True) -> list[int]:
+        [proposal] = self._proposals.propose([row(*text)], [sampled])
+        new = self._link.receive()
+        self._sessions |= {message.tokens[0]: message.session for message in new if isinstance(message, Open)}
+        self.heard += new
+        return proposal
+
+    def guess(self, text: list[int], token: int) -> None:
+        chain = HandleChain()
+        chain.extend(text[:-1])  # the last token is told with the next proposal
+        below = row(-1, 0), row(text[-1], token), np.ones(2, np.float32)
+        self._link.send([Growth(self._sessions[text[0]], chain.handle, *below)])
+
+    def step(self, text: list[int], guess: int, sampled: bool = True) -> None:
+        """The text goes on by the token 5, when it was shown with a guess."""
+        self.guess(text, guess)
+        proposal = self.propose(text, sampled)
+        assert proposal == ([guess] if sampled else [])
+        if sampled:
+            text.append(5)
+
+    def left_alone(self) -> bool:
+        return any(isinstance(message, Close) for message in self.heard)
+
+
+@pytest.fixture
+def told(closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Told:
+    ours, theirs = memory_link()
+    monkeypatch.setattr(vllm_proposer, "connect", lambda address, timeout_s: ours)
+    proposals = Proposals(options("127.0.0.1:1", wait_s=0.0))
+    proposals._sessions.lease_s = 10 * PATIENCE_S
+    closing.callback(proposals.close)
+    until(lambda: connected(proposals, 1), "the draft is linked")
+    return Told(proposals, theirs)
+
+
+def test_a_draft_that_is_never_right_is_left_alone_and_asked_again(told: Told) -> None:
+    text = [1, 2]
+    told.propose(text)
+    for _ in range(127):
+        told.step(text, 6)
+    assert not told.left_alone()
+    told.step(text, 6)
+    assert told.left_alone()
+    told.heard.clear()
+    for _ in range(300):
+        assert told.propose(text) == []
+        text.append(5)
+    assert [type(message) for message in told.heard].count(Open) == 1
+
+
+def test_a_draft_that_is_right_now_and_then_is_always_asked(told: Told) -> None:
+    text = [1, 2]
+    told.propose(text)
+    for number in range(500):
+        told.step(text, 6 if number % 100 else 5)
+    assert not told.left_alone()
+
+
+def test_a_guess_is_judged_when_its_row_goes_on(told: Told) -> None:
+    texts = [1, 2], [3, 4]
+    for text in texts:
+        told.propose(text)
+    for number in range(300):
+        told.step(texts[number % 2], 5)  # the other one waits
+    assert not told.left_alone()
+
+
+def test_a_draft_is_not_blamed_for_steps_that_only_read_prompts(told: Told) -> None:
+    text = [1, 2]
+    told.propose(text)
+    for _ in range(300):
+        told.step(text, 6, sampled=False)
+    assert not told.left_alone()
+
+
+def test_proposals_of_texts_that_ended_are_forgotten(told: Told) -> None:
+    told._proposals._sessions.lease_s = told._proposals._sessions._due = 0.0
+    for first in range(100):
+        told.propose([first, 2])
+        told.step([first, 2], 5)
+    assert len(told._proposals._proposed) < 3
+
+
+def test_a_row_whose_prompt_is_read_for_long_keeps_its_session_on_the_draft(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_proposer, "RENEW_EVERY_S", 0.01)
+    told._proposals._next_renewal = 0.0
+
+    def renewed() -> int:
+        told.propose([1, 2], sampled=False)
+        return sum(message == Renew((told._sessions[1],)) for message in told.heard)
+
+    until(lambda: renewed() > 1, "its lease is renewed")
 
 
 def test_a_failure_while_receiving_ends_the_drafts_with_its_reason(

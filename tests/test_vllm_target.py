@@ -14,7 +14,7 @@ from engine.runner import ModelRunner
 from engine.types import GenerationRequest, Grammar, InvalidRequest, SamplingParams, TokenChunk
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S
-from tests.vllm_targets import STREAMS, Pair, drafted, run, tokens
+from tests.vllm_targets import ENGINE_ARGS, STREAMS, Pair, drafted, run, tokens
 
 TOKENS = 32
 
@@ -69,6 +69,23 @@ def test_streams_are_those_of_our_own_engine_with_drafts_that_come_and_go(
     assert sum(pair.target.accepted_at()) == stats.accepted
     assert stats.link["grown"] > 0
     assert stats.verified >= stats.accepted
+
+
+def test_a_text_that_fills_the_context_costs_no_other_its_drafts(
+    pair: Pair, target: ModelRunner, requests: list[GenerationRequest]
+) -> None:
+    context = ENGINE_ARGS["max_model_len"]
+    known = tuple(token for prompt in exact.load_prompts(32) for token in prompt)[: context - 24]
+    made = [named(replace(requests[0], prompt=known), "full", max_tokens=24), named(requests[1], "beside")]
+    plain = [generation.tokens for generation in exact.run(target, made, batch=2)]
+    pair.follow()
+    before = pair.target.stats().verified
+    assert [tokens(chunks) for chunks in run(pair.target, made)] == plain
+    assert pair.target.stats().verified == before  # where vLLM doesn't ask for drafts, it verifies zeros
+    pair.follow(pair.address)
+    said = run(pair.target, [replace(each, request_id=f"drafted-{each.request_id}") for each in made])
+    assert [tokens(chunks) for chunks in said] == plain
+    assert any("draft" in chunk.origins for chunk in said[1])
 
 
 def test_log_probabilities_are_those_of_our_own_engine(
