@@ -15,6 +15,9 @@ from engine.types import GenerationRequest
 
 OVERTAKING = 8  # times that a waiting request is overtaken; and so many that don't fit are looked past
 _CHUNK = 64  # tokens of one prefix in a step, more when few prefixes share it
+_BURST = (
+    4  # times as many tokens of prefixes in a step, at most, where more wait for their first token than for their next
+)
 
 
 class Batch:
@@ -29,7 +32,8 @@ class Batch:
         prefill_tokens: int,
         give_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        """prefill_tokens: in one step, over all sequences, so that those that decode keep their pace.
+        """prefill_tokens: in one step, over all sequences, so that those that decode keep their pace; more for those that
+        wait, where these are the more.
 
         give_way: gives back pages that no request holds; whether there were any.
         """
@@ -82,10 +86,11 @@ class Batch:
         Who needs a page that another computes in this step computes nothing: it takes that page over in the next one.
         """
         waiting = [(request_id, running) for request_id, running in self.running.items() if running.sequence.prefilling]
+        decoding = len(self.running) - len(waiting)
+        left = int(self._prefill_tokens * min(_BURST, max(1.0, len(waiting) / max(1, decoding))))
         chunk = max(_CHUNK, self._prefill_tokens // max(1, len(waiting)))
         shares: dict[str, int] = {}
         claimed: set[bytes | None] = set()
-        left = self._prefill_tokens
         for request_id, running in sorted(waiting, key=lambda item: item[1].turn):
             sequence = running.sequence
             self.shared += sequence.catch_up()

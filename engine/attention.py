@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from engine.compiled import COMPILES, compiled
 from engine.kv import SCRATCH_SLOT, KVPool, Lease
-from engine.page_attention import plan
+from engine.page_plan import plan
 from engine.row_attention import Paths
 from engine.types import BoolArray, FloatArray, IntArray
 
@@ -42,7 +42,7 @@ class SequenceRows:
     tree_slots: IntArray  # [m]: slots behind the prefix that any row sees, its own included; ancestors come first
     visible: BoolArray  # [n, m]
     wanted: int = 0  # logits are returned for rows from this one on
-    in_place: bool = False  # guesses, whose bits may depend on where slots are: see page_attention.plan
+    in_place: bool = False  # guesses, whose bits may depend on where slots are: see page_plan.plan
 
 
 def chain_rows(
@@ -160,7 +160,7 @@ class Part:
 
 
 class Seen(NamedTuple):
-    """What a compiled pass needs: its rows, where they write in the pool, and what they see of it (page_attention.plan)."""
+    """What a compiled pass needs: its rows, where they write in the pool, and what they see of it (page_plan.plan)."""
 
     tokens: Longs  # [rows], as the two below
     positions: Longs

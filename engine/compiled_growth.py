@@ -13,7 +13,7 @@ from engine.compiled import compiled
 from engine.compiled_pass import CompiledDecoder, Weights, best_tokens
 from engine.effort import RECENT, Stakes, before, covered_by, gain_of
 from engine.noise import Loud, key_of
-from engine.page_attention import plan_one
+from engine.page_plan import plan_one
 from engine.sampling import candidates, shares
 from engine.tree import TokenTree
 from engine.tree_loops import Nodes, computed_rows, expand, frontier, overrule, worthwhile

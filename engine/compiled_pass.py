@@ -258,7 +258,7 @@ def _pass(
 ) -> FloatArray:
     """tokens, positions, write: [n]; data: of the pool, [layers, 2, kv_heads, pages, PAGE x head_dim].
 
-    plan: page_attention.plan. Returns states [n, hidden_size].
+    plan: page_plan.plan. Returns states [n, hidden_size].
     """
     n, kv_heads, inner, heads, dim = (
         len(tokens),

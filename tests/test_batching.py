@@ -199,7 +199,7 @@ def test_streams_survive_any_number_of_preemptions_anywhere(
 ) -> None:
     """Chance lets somebody give way at most steps, while reading the prompt as well as later."""
     prompts = [text[:length] for text, length in zip(texts[12:], [28, 65, 1, 80, 33, 64], strict=False)]
-    requests = exact.make_requests(prompts, 1.0, 32)
+    requests = exact.make_requests(prompts, 1.0, 48)
     expected = [generation.tokens for generation in decode(target, requests)]
     make_room, random = Batch.make_room, Random(3)
 
@@ -379,9 +379,11 @@ def steps(batch: Batch, count: int) -> list[dict[str, int]]:
 
 def test_prefixes_take_turns_within_the_bound(books: Books) -> None:
     batch, intake = books(64, prefill_tokens=100)
+    for name in "abcd":
+        queue(intake, name, 1, token=8)  # they decode
     for token, (name, tokens) in enumerate({"long": 500, "longer": 600, "short": 20}.items()):
         queue(intake, name, tokens, token=token)
-    assert enter(batch) == ["long", "longer", "short"]
+    assert enter(batch) == [*"abcd", "long", "longer", "short"]
     first, second, third = steps(batch, 3)
     assert first == {"long": 64, "longer": 36}
     assert second == {"short": 20, "long": 64, "longer": 16}
@@ -394,6 +396,22 @@ def test_prefixes_take_turns_within_the_bound(books: Books) -> None:
         assert sum(shares.values()) <= 100
         total.update(shares)
     assert not any(running.sequence.prefilling for running in batch.running.values())
+
+
+def test_where_more_wait_than_decode_the_bound_is_higher(books: Books) -> None:
+    batch, intake = books(64, prefill_tokens=100)
+    for token in range(8):
+        queue(intake, f"long {token}", 90, token=token)
+    enter(batch)
+    assert sum(steps(batch, 1)[0].values()) == 400
+    queue(intake, "decodes", 1, token=8)
+    queue(intake, "decodes too", 1, token=9)
+    queue(intake, "and so does this one", 1, token=10)
+    enter(batch)
+    waiting = sum(running.sequence.prefilling for running in batch.running.values())
+    decoding = len(batch.running) - waiting
+    assert 1 < waiting / decoding < 4
+    assert sum(steps(batch, 1)[0].values()) == int(100 * waiting / decoding)
 
 
 def test_a_page_that_another_computes_in_this_step_is_waited_for(books: Books) -> None:

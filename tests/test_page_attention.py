@@ -6,7 +6,8 @@ import torch
 
 from engine import torch_calls
 from engine.kv import PAGE, KVPool, numbers_of
-from engine.page_attention import attend, plan, store
+from engine.page_attention import attend, store
+from engine.page_plan import plan
 from engine.types import BoolArray, FloatArray, IntArray
 from tests.rows import kv_of
 
