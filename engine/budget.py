@@ -132,8 +132,7 @@ class CostModel:
             return  # a clock that stands still says nothing
         rows = self._bucket(rows)
         if rows not in self._first:
-            known = float(self.table(rows)[rows]) if self._first else milliseconds
-            self._first[rows] = near(milliseconds, known) / self._common
+            self._first[rows] = self._plausible(rows, milliseconds) / self._common
         first = self._first[rows]
         own = self._own.get(rows, 1.0)
         believed = first * own * self._common
@@ -145,6 +144,16 @@ class CostModel:
         self._news += 1
         if self._news >= _ENOUGH_NEWS or self._count[rows] < _ENOUGH_NEWS:
             self._table, self._news = None, 0
+
+    def _plausible(self, rows: int, milliseconds: float) -> float:
+        """What a size is taken to cost that was not seen before: a slow step is noise here too.
+
+        A fast one is not beyond the largest size: costs are taken to grow in proportion there, where they often don't.
+        """
+        if not self._first:
+            return milliseconds
+        known = float(self.table(rows)[rows])
+        return near(milliseconds, known) if rows < max(self._first) else min(milliseconds, known * _REACH)
 
     def table(self, rows: int) -> FloatArray:
         """Milliseconds for 0..rows rows, never falling; ones before anything was seen. float32 [rows + 1]."""

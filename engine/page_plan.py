@@ -190,7 +190,7 @@ class Planned(NamedTuple):
 
 @partial(compiled, long=True)
 def read_plan(plan: IntArray, at: int) -> tuple[Planned, int]:
-    """The sequence whose plan begins there, and where that ends."""
+    """The sequence whose plan begins there, by views of the plan, which the caller holds; and where that ends."""
     plan = borrowed(plan)
     rows, first, full, columns, blocks, copied = plan[at : at + _HEADER]
     at += _HEADER

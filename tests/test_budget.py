@@ -180,6 +180,15 @@ def test_a_size_that_is_slow_the_first_time_is_noise_too() -> None:
     assert model.table(32)[24] == pytest.approx(12.4, rel=0.1)
 
 
+def test_a_size_beyond_all_others_may_cost_much_less_than_in_proportion() -> None:
+    """As on a GPU, where more rows cost next to nothing."""
+    model = costs({rows: 10 + 0.005 * rows for rows in (1, 16, 32)})
+    for _ in range(20):
+        model.observe(256, 11.3)
+    assert model.table(256)[256] == pytest.approx(11.3, rel=0.01)
+    assert model.table(256)[32] == pytest.approx(10.2, rel=0.01)
+
+
 def test_small_steps_that_were_slow_do_not_make_larger_ones_look_free() -> None:
     """Steps that verify nothing come after a miss, when everything is cold: rare and slow."""
     model = costs({2: 5.0, 8: 8.0, 16: 12.0})

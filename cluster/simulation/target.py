@@ -71,7 +71,7 @@ class Limits:
 
     kv_tokens: int = 32768
     max_batch: int = 64
-    prefill_tokens: int = 128  # in one step
+    prefill_tokens: int = 128  # in one step; see cluster.batch
     prefills: bool = True  # prompts take time
     mirror_nodes: int = MIRROR_NODES
 

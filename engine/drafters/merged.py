@@ -79,10 +79,10 @@ class MergedDrafter:
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter. Raises PoolExhausted, after which the session must be closed."""
         held = self._sessions[session]
-        if held.tree.size > held.merged:
-            self._hand_on(session)  # or nobody would stand for what the commit keeps of it
         for part, worth in zip(self._parts, self._worth, strict=True):
             worth.learn(held.greedy, part.tree(session), tokens[0])
+        if held.tree.size > held.merged:
+            self._hand_on(session)  # or nobody would stand for what the commit keeps of it
         for part in self._parts:
             part.commit(session, tokens)
         moved = held.tree.commit(tokens)

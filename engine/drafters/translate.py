@@ -39,7 +39,7 @@ class _Session:
         self.stream = stream
         self.whole = True  # the text ends with a whole character
         self.before = ""  # the last characters of the text that the draft holds
-        self.settled: list[int] = []  # its last tokens of that
+        self.settled: list[int] = []  # its last tokens of that, from a whole character on
         self.text = ""  # what comes behind it
         self.tail: list[int] = []  # the same as the draft's tokens
 
@@ -133,7 +133,10 @@ class OtherTokenizerDrafter:
             return []
         at = cut.ends[settled - 1]
         held.before, held.text = (held.before + held.text[:at])[-_CONTEXT:], held.text[at:]
-        held.settled = [*held.settled, *cut.ids[:settled]][-_TAIL:]
+        first = max(0, settled - _TAIL)
+        while first > 0 and cut.starts[first] < cut.ends[first - 1]:
+            first -= 1  # with all of a character, or decoders make nothing of it
+        held.settled = cut.ids[first:settled]
         held.tail = self._encode(held).ids
         return cut.ids[:settled]
 
