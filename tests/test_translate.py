@@ -144,6 +144,28 @@ def test_a_tokenizer_that_treats_beginnings_otherwise_cuts_no_beginnings_into_a_
     assert guessed > 0.5 * len(range(20, len(ids), steps))
 
 
+def test_characters_that_are_bytes_to_the_draft_are_guessed(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Wherever the draft's prefix ends, decoders see whole characters behind it."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    ids: list[int] = tokenizer("뷁뷂뷃뷄뷅뷆뷇" * 6)["input_ids"]
+    known = len(ids) * 3 // 5
+    drafter = OtherTokenizerDrafter(NgramDrafter(length=24), PreTrainedTokenizerFast(tokenizer_object=made), tokenizer)
+    drafter.open(1, ids[:known], SamplingParams())
+    guessed = 0
+    for token in ids[known:]:
+        for _ in range(12):
+            drafter.grow()
+        drafter.check()
+        guessed += drafter.tree(1).child(0, token) >= 0
+        drafter.commit(1, [token])
+    assert guessed > 0.8 * (len(ids) - known)
+
+
 def test_a_tokens_confidence_is_that_of_the_drafts_tokens_that_begin_in_it() -> None:
     assert _shared_out([4, 6], [0, 2, 4, 6], [0.5, 0.8, 0.9]) == pytest.approx([0.4, 0.45])
     assert _shared_out([3, 6], [0, 6], [0.5]) == pytest.approx([0.5, 0.5])  # the last may go on
