@@ -20,8 +20,7 @@ from cluster.linked import LinkedDrafts
 from cluster.loop import Loop
 from cluster.own_guesses import LocalDrafter, OwnGuesses
 from cluster.placement import Placement
-from cluster.target_state import RENEW_EVERY_S as _RENEW_EVERY_S
-from cluster.target_state import TargetState
+from cluster.target_state import RENEW_EVERY_S, TargetState
 from cluster.target_stats import Tally, TargetStats
 from cluster.trace import Trace
 from cluster.windows import Windows
@@ -93,11 +92,11 @@ class TargetReplica:
         self._intake = Intake()
         self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens, self._own.give_way)
         self._running = self._batch.running
-        self._next_renewal = time.monotonic() + _RENEW_EVERY_S
+        self._next_renewal = time.monotonic() + RENEW_EVERY_S
         self._tally = Tally()
         self._stats = self._tally.stats
         self.trace = Trace()
-        self._loop = Loop("paceline-target", self._placement, _RENEW_EVERY_S, self._turn, self._end_all)
+        self._loop = Loop("paceline-target", self._placement, RENEW_EVERY_S, self._turn, self._end_all)
         self._drafts = LinkedDrafts(self._state, self.trace, self._loop, places)
         self._loop.start()
 
@@ -370,7 +369,7 @@ class TargetReplica:
         """What the drafts said since the last step; pages for the next one; and the waiting requests that fit now."""
         self._drafts.receive()
         if time.monotonic() > self._next_renewal:
-            self._next_renewal = time.monotonic() + _RENEW_EVERY_S
+            self._next_renewal = time.monotonic() + RENEW_EVERY_S
             self._state.renewal_due()
         for running in self._batch.make_room():
             self._pause(running)

@@ -60,6 +60,13 @@ def check_pair(target: Path, draft: Path | None) -> int:
     return context_length(values)
 
 
+def check_apart(out: Path, *sources: Path) -> None:
+    """Raises ModelError when what is made would be written over a checkpoint that it is made of."""
+    for source in sources:
+        if out.resolve() == source.resolve():
+            raise ModelError(f"{out} holds a checkpoint that this is made from: choose another folder")
+
+
 def check_tokenizer(path: Path) -> None:
     """Raises ModelError when a checkpoint has no fast tokenizer, or one that can't be read."""
     file = path / "tokenizer.json"

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from engine.checkpoint import checkpoint_name
+from engine.checkpoint import check_apart, checkpoint_name
 from engine.cpu import has_fast_bf16
-from engine.expand import check_apart, expand
+from engine.expand import expand
 from engine.resume import restore_state, save_state
 from engine.text import load_tokenizer
 from engine.train import corpus_files, learning_rate, make_optimizer, read_texts, spread_windows, tokenize

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from engine.checkpoint import ModelError, architecture, check_checkpoint
+from engine.checkpoint import ModelError, architecture, check_apart, check_checkpoint
 
 # What adds to the residual stream, in a layer: the names that families have for it.
 _OUTPUTS = (
@@ -70,13 +70,6 @@ def expand(
         if (model / name).is_file():
             shutil.copy(model / name, out / name)
     return int(large.num_parameters())
-
-
-def check_apart(out: Path, *sources: Path) -> None:
-    """Raises ModelError when what is made would be written over a checkpoint that it is made of."""
-    for source in sources:
-        if out.resolve() == source.resolve():
-            raise ModelError(f"{out} holds a checkpoint that this is made from: choose another folder")
 
 
 class _Differs(Exception):

@@ -39,7 +39,7 @@ class Vocabulary:
 
         The tokenizer's own where none is left: something has to come when the grammar is complete.
         """
-        added = {token for token in ends if token in self.tokenizer.added_tokens_decoder}
+        added = ends & self.tokenizer.added_tokens_decoder.keys()
         own = self.tokenizer.eos_token_id
         return added or ({int(own)} if isinstance(own, int) else set())
 

@@ -10,16 +10,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from engine.attention import Longs
 from engine.compiled import borrowed, compiled, exponential, put, read_ahead
 from engine.kv import PAGE
 from engine.page_plan import Planned, read_plan
 from engine.torch_calls import ROWS, leave, multiply
 from engine.types import FloatArray, IntArray
 
-Longs = npt.NDArray[np.int64]
 _long = partial(compiled, long=True)
 _WORD = 4  # bytes
 _PAGE = np.uint32(PAGE)

@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint import check_checkpoint, checkpoint_name
+from engine.checkpoint import check_apart, check_checkpoint, checkpoint_name
 from engine.cpu import has_fast_bf16
 from engine.drafters.heads import TokenHeads
-from engine.expand import check_apart
 from engine.head import Head, output_head
 from engine.local_choice import HEADS_FILE
 from engine.resume import restore_state, save_state

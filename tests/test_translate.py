@@ -89,6 +89,19 @@ def test_other_cuts_of_the_same_text_are_invisible(
     decoded(target, prompts[1:3], temperature, drafter)
 
 
+def guesses(drafter: OtherTokenizerDrafter, ids: Sequence[int], known: int, step: int = 1) -> int:
+    """How many tokens behind the known ones are guessed when their turn comes; of each step, the first."""
+    drafter.open(1, ids[:known], SamplingParams())
+    guessed = 0
+    for at in range(known, len(ids), step):
+        for _ in range(12):
+            drafter.grow()
+        drafter.check()
+        guessed += drafter.tree(1).child(0, ids[at]) >= 0
+        drafter.commit(1, ids[at : at + step])
+    return guessed
+
+
 @pytest.mark.parametrize("line", ["x = 'déjà vu, 漢字' # ☃\n", "    for item in items:\n        total += item\n"])
 def test_text_that_is_repeated_is_guessed_across_tokenizers(
     line: str, tokenizer: PreTrainedTokenizerFast, small: PreTrainedTokenizerFast
@@ -97,14 +110,7 @@ def test_text_that_is_repeated_is_guessed_across_tokenizers(
     ids: list[int] = tokenizer(line * 5)["input_ids"]
     known = len(ids) * 3 // 5
     drafter = OtherTokenizerDrafter(NgramDrafter(length=24), small, tokenizer, length=24)
-    drafter.open(1, ids[:known], SamplingParams())
-    guessed = 0
-    for token in ids[known:]:
-        for _ in range(12):
-            drafter.grow()
-        drafter.check()
-        guessed += drafter.tree(1).child(0, token) >= 0
-        drafter.commit(1, [token])
+    guessed = guesses(drafter, ids, known)
     drafter.close(1)
     drafter.check()
     assert guessed > 0.6 * (len(ids) - known), f"{guessed} of {len(ids) - known}"
@@ -131,14 +137,7 @@ def test_a_tokenizer_that_treats_beginnings_otherwise_cuts_no_beginnings_into_a_
     ids: list[int] = tokenizer(text)["input_ids"]
     inner = Recorded(length=24)
     drafter = OtherTokenizerDrafter(inner, spaced, tokenizer, length=24)
-    drafter.open(1, ids[:20], SamplingParams())
-    guessed = 0
-    for at in range(20, len(ids), steps):
-        for _ in range(12):
-            drafter.grow()
-        drafter.check()
-        guessed += drafter.tree(1).child(0, ids[at]) >= 0
-        drafter.commit(1, ids[at : at + steps])
+    guessed = guesses(drafter, ids, 20, steps)
     whole = spaced(text, add_special_tokens=False)["input_ids"]
     assert inner.prefix == whole[: len(inner.prefix)]
     assert guessed > 0.5 * len(range(20, len(ids), steps))
@@ -155,14 +154,7 @@ def test_characters_that_are_bytes_to_the_draft_are_guessed(tokenizer: PreTraine
     ids: list[int] = tokenizer("뷁뷂뷃뷄뷅뷆뷇" * 6)["input_ids"]
     known = len(ids) * 3 // 5
     drafter = OtherTokenizerDrafter(NgramDrafter(length=24), PreTrainedTokenizerFast(tokenizer_object=made), tokenizer)
-    drafter.open(1, ids[:known], SamplingParams())
-    guessed = 0
-    for token in ids[known:]:
-        for _ in range(12):
-            drafter.grow()
-        drafter.check()
-        guessed += drafter.tree(1).child(0, token) >= 0
-        drafter.commit(1, [token])
+    guessed = guesses(drafter, ids, known)
     assert guessed > 0.8 * (len(ids) - known)
 
 

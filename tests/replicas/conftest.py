@@ -27,7 +27,7 @@ def _no_thread_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops that pause go on for what comes in, or never."""
-    monkeypatch.setattr(target_module, "_RENEW_EVERY_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(target_module, "RENEW_EVERY_S", 10 * PATIENCE_S)
     monkeypatch.setattr(draft_module, "_EXPIRE_EVERY_S", 10 * PATIENCE_S)
 
 
