@@ -185,16 +185,6 @@ def _by_rows(answers: FloatArray, out: FloatArray) -> None:
 
 
 @_long
-def _straight(sequence: Planned) -> IntArray:
-    """How many of each row's first places are those of their positions [n]."""
-    found = np.zeros(len(sequence.lengths), np.int32)
-    for row in range(len(found)):
-        while found[row] < sequence.lengths[row] and sequence.places[row, found[row]] == found[row]:
-            found[row] += 1
-    return found
-
-
-@_long
 def _moved(copies: IntArray) -> tuple[IntArray, IntArray]:
     """Slots that are copied, and to which places over all copied blocks."""
     slots, places = np.empty(copies.size, np.int32), np.empty(copies.size, np.int32)
@@ -306,12 +296,12 @@ def _page(sequence: Planned, block: int, pages: FloatArray, own: FloatArray) -> 
 
 @_long
 def _weigh(scores: FloatArray, values: FloatArray, dim: int, part: _Part, scale: float, weights: FloatArray) -> None:
-    """scores, written too, and weights: of all parts. A layer's values, which are needed next, are read ahead meanwhile."""
+    """scores and weights: of all parts. A layer's values, which are needed next, are read ahead meanwhile."""
     scores, weights, values = borrowed(scores), borrowed(weights), borrowed(values[part.kv])
-    sequence, blocks, straight = part.sequence, _blocks(part.sequence), _straight(part.sequence)
+    sequence, blocks = part.sequence, _blocks(part.sequence)
     ahead, nothing = 0, values[0, :0]  # blocks that are copied are not there yet
     places = values.shape[1] // dim  # PAGE, but compilers don't know: of loops so short they would make no vectors
-    path, lanes = np.empty(sequence.places.shape[1], np.float32), np.empty(places, np.float32)
+    path = np.empty(len(sequence.pages) * places + (sequence.places.shape[1] + places) // places * places, np.float32)
     stop = part.scores + blocks * part.queries * places
     asked = scores[part.scores : stop].reshape(blocks, part.queries, places)
     found = weights[part.scores : stop].reshape(blocks, part.queries, places)
@@ -321,7 +311,7 @@ def _weigh(scores: FloatArray, values: FloatArray, dim: int, part: _Part, scale:
             ahead += 1
         row = part.start + query // part.fold
         seen = sequence.places[row, : sequence.lengths[row]]
-        _weigh_one(asked, query, len(sequence.pages), seen, straight[row], scale, found, path, lanes)
+        _weigh_one(asked, query, len(sequence.pages), seen, sequence.straight[row], scale, found, path)
 
 
 @_long
@@ -334,58 +324,57 @@ def _weigh_one(
     scale: float,
     weights: FloatArray,
     path: FloatArray,
-    lanes: FloatArray,
 ) -> None:
     """Softmax of what a query sees: `full` blocks, and of the others these places, the first `straight` at their positions.
 
-    scores, written too, and weights: [blocks, queries, PAGE]. path: [most places], for what has to change its place; lanes:
-    [PAGE], for maxima and sums of as many places at a time as processors take. One function: calls would take their time.
+    scores, weights: [blocks, queries, PAGE]; path: room for whole blocks of all that is seen.
     """
-    path, lanes = borrowed(path), borrowed(lanes)
-    seen, factor = full + (len(places) + PAGE - 1) // PAGE, np.float32(scale)
-    # Scores to position order, which the first are in. Indices as in engine.row_attention.
+    first, moved = full * PAGE, straight // PAGE * PAGE
+    stop = first + len(places)
+    path = borrowed(path[: (stop + PAGE - 1) // PAGE * PAGE])
+    # Scores in position order, which those of most blocks have. Indices as in engine.row_attention.
+    for block in range(len(path) // PAGE):
+        row, to = scores[block, query], path[block * PAGE : block * PAGE + PAGE]
+        for place in range(len(row)):
+            to[place] = row[place]
     for at in range(straight, len(places)):
         index: Any = np.uint32(places[at])
-        path[np.uint32(at)] = scores[full + index // _PAGE, query, index % _PAGE]
-    for start in range(0, len(places), PAGE):
-        row, own = scores[full + start // PAGE, query], path[start : start + PAGE]
-        for place in range(len(row)):
-            moved = own[place] if start + place < len(places) else np.float32(-np.inf)
-            row[place] = row[place] if start + place < straight else moved
-    # Weights in that order.
-    lanes[:] = -np.inf
-    for block in range(seen):
-        row = scores[block, query]
-        for place in range(len(lanes)):
-            lanes[place] = max(lanes[place], row[place])
-    half, total = len(lanes) // 2, np.float32(0)
-    while half:
-        for place in range(half):
-            lanes[place] = max(lanes[place], lanes[half + place])
-        half //= 2
-    top = lanes[0]
-    lanes[:] = 0
-    for block in range(seen):
-        row = scores[block, query]
-        for place in range(len(row)):
-            row[place] = exponential((row[place] - top) * factor)
-        for place in range(len(lanes)):
-            lanes[place] += row[place]
-    for place in range(len(lanes)):
-        total += lanes[place]
-    for block in range(seen):
-        row, to = scores[block, query], weights[block, query]
-        for place in range(len(row)):
-            put(to, place, row[place] / total)
+        path[np.uint32(first + at)] = scores[full + index // _PAGE, query, index % _PAGE]
+    path[stop:] = -np.inf
+    _softmax(path, np.float32(scale))
     # And from it to their places, with 0 at all others.
-    for at in range(straight, len(places)):
-        index = np.uint32(at)
-        path[index] = scores[full + index // _PAGE, query, index % _PAGE] / total
-    for block in range(full + straight // PAGE, len(weights)):
+    for block in range(len(weights)):
         to = weights[block, query]
-        for place in range(len(to)):
-            if (block - full) * PAGE + place >= straight:
+        if block * PAGE < first + moved:
+            row = path[block * PAGE : block * PAGE + PAGE]
+            for place in range(len(to)):
+                put(to, place, row[place])
+        else:
+            for place in range(len(to)):
                 to[place] = 0
-    for at in range(straight, len(places)):
+    for at in range(moved, len(places)):
         index = np.uint32(places[at])
-        put(weights[full + index // _PAGE, query], index % _PAGE, path[np.uint32(at)])
+        put(weights[full + index // _PAGE, query], index % _PAGE, path[np.uint32(first + at)])
+
+
+@_long
+def _softmax(x: FloatArray, scale: np.float32) -> None:
+    """In place, of x times `scale`; the order of the sum depends on the length alone."""
+    bits: Any = x.view(np.int32)
+    most = np.int32(-0x80000000)
+    for i in range(len(x)):  # as integers in the same order, whose largest compilers find with vectors
+        most = max(most, np.int32(bits[i] ^ _magnitude_if_negative(bits[i])))
+    top = np.int32(most ^ _magnitude_if_negative(most)).view(np.float32)
+    total = np.float32(0)
+    for i in range(len(x)):
+        x[i] = exponential((x[i] - top) * scale)
+        total += x[i]
+    share = np.float32(1) / total
+    for i in range(len(x)):
+        x[i] *= share
+
+
+@_long
+def _magnitude_if_negative(bits: np.int32) -> np.int32:
+    """All bits but the sign's, which have to be turned for a negative float32 to be in order; else none."""
+    return np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF))

@@ -152,12 +152,18 @@ def _begun(
 ) -> tuple[IntArray, int]:
     """A plan up to the numbers of its blocks, and where these go; blocks, copied: how many there are."""
     rows, columns = places.shape
-    out = np.empty(_HEADER + full + rows * (1 + columns) + blocks + copied * (1 + PAGE), np.int32)
+    out = np.empty(_HEADER + full + rows * (2 + columns) + blocks + copied * (1 + PAGE), np.int32)
     out[0], out[1], out[2], out[3], out[4], out[5] = rows, first, full, columns, blocks, copied
     at = _HEADER
     out[at : at + full] = slots[: full * PAGE : PAGE] // PAGE
     at += full
     out[at : at + rows] = lengths
+    at += rows
+    for row in range(rows):
+        straight = 0
+        while straight < lengths[row] and places[row, straight] == straight:
+            straight += 1
+        out[at + row] = straight
     at += rows
     out[at : at + rows * columns] = places.reshape(-1)
     return out, at + rows * columns
@@ -183,6 +189,7 @@ class Planned(NamedTuple):
     first: int  # of its rows
     pages: IntArray  # that all of them see
     lengths: IntArray  # [n]: how many places each sees behind these pages
+    straight: IntArray  # [n]: how many of each row's first places are those of their positions
     places: IntArray  # [n, most places]: where they are, over all blocks
     blocks: IntArray  # of these places: a page, or -1 - i for the i-th copied block
     copies: IntArray  # [copied blocks, 1 + PAGE]: a page, and which slots are at its places instead; -1 for none
@@ -196,7 +203,8 @@ def read_plan(plan: IntArray, at: int) -> tuple[Planned, int]:
     at += _HEADER
     pages, at = plan[at : at + full], at + full
     lengths, at = plan[at : at + rows], at + rows
+    straight, at = plan[at : at + rows], at + rows
     places, at = plan[at : at + rows * columns].reshape(rows, columns), at + rows * columns
     numbers, at = plan[at : at + blocks], at + blocks
     copies, at = plan[at : at + copied * (1 + PAGE)].reshape(copied, 1 + PAGE), at + copied * (1 + PAGE)
-    return Planned(first, pages, lengths, places, numbers, copies), at
+    return Planned(first, pages, lengths, straight, places, numbers, copies), at
