@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from cluster.best_place import BestPlace, Kind, Place
+from cluster.best_place import BestPlace, Kind, Place, Savings
 from cluster.link import Link, send_all
 from cluster.loop import Loop
 from cluster.rest import Rests
@@ -26,6 +26,7 @@ class LinkedDrafts:
         self._next_draft = 0
         self._places = places
         self._rests = Rests()
+        self._savings = Savings()
         self._best = self._measure_anew()
         self._heard_last = False  # whether any did before the last step
 
@@ -87,10 +88,10 @@ class LinkedDrafts:
             self._best.settle()
             self._leave_alone_or_ask()
 
-    def took(self, kind: Kind, tokens: int, seconds: float) -> None:
-        """How long the last step took in all, which says where drafts are best."""
+    def took(self, kind: Kind, tokens: int, seconds: float, prompt_tokens: int = 0) -> None:
+        """How long the last step took in all, which says where drafts are best. prompt_tokens: that it read besides."""
         if not self._links or len(self._rests.resting) < len(self._links):
-            self._best.stepped(kind, tokens, seconds, heard=self._heard_last or self.place == "shared")
+            self._best.stepped(kind, tokens, seconds, self._heard_last or self.place == "shared", prompt_tokens)
             self._leave_alone_or_ask()
 
     def never_at(self, place: Place) -> None:
@@ -101,7 +102,7 @@ class LinkedDrafts:
             self._leave_alone_or_ask()
 
     def _measure_anew(self) -> BestPlace:
-        return BestPlace([place for place in self._places if place != "separate" or self._links])
+        return BestPlace([place for place in self._places if place != "separate" or self._links], self._savings)
 
     def _leave_alone_or_ask(self) -> None:
         self._state.drafts_left_alone(self._rests.resting if self.place == "separate" else set(self._links))

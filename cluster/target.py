@@ -324,15 +324,15 @@ class TargetReplica:
 
     def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float, waited_s: float) -> None:
         """What a step brought and how long it took says how long the next miss may wait, and where drafts are best."""
-        if all(outcome.decoded for outcome in outcomes):
-            tokens = sum(len(outcome.tokens) for outcome in outcomes)
+        decoded = [outcome for outcome in outcomes if outcome.decoded]
+        tokens = sum(len(outcome.tokens) for outcome in decoded)
+        if len(decoded) == len(outcomes):
             accepted = sum(outcome.accepted for outcome in outcomes)
             verified = any(plan.nodes is not None and len(plan.nodes) for plan in plans)
             self._patience.stepped(step_s - waited_s, tokens, accepted, verified)
-            if not self._speculates:
-                return
-            greedy = all(plan.sequence.request.params.temperature == 0 for plan in plans)
-            self._drafts.took(kind_of(len(plans), greedy), tokens, step_s)
+        if self._speculates:
+            greedy = all(outcome.sequence.request.params.temperature == 0 for outcome in decoded)
+            self._drafts.took(kind_of(len(decoded), greedy), tokens, step_s, sum(plan.prefill or 0 for plan in plans))
 
     def _commit(self, running: Running, plan: Plan, outcome: Outcome) -> None:
         """Moves the roots of what was committed, which the drafts are told with the next messages."""

@@ -28,7 +28,7 @@ def shares(best: BestPlace, steps: int, kind: Kind, rates: Rates, drawn: random.
     found: Counter[Place] = Counter()
     for _ in range(steps):
         found[best.place] += 1
-        seconds = 2 / rates[best.place] * (drawn.uniform(0.6, 1.4) if drawn else 1.0)
+        seconds = 0.02 / rates[best.place] * (drawn.uniform(0.6, 1.4) if drawn else 1.0)
         best.stepped(kind, 2, seconds, heard=True)
     return {place: found[place] / steps for place in PLACES}
 
@@ -86,14 +86,76 @@ def test_looks_that_cost_much_are_rare_however_near_a_place_is_to_the_best(near:
     )  # tokens per second, of those of the best place; 0.97 is as good as that
 
 
-def test_another_number_of_sequences_begins_where_the_nearest_is_best() -> None:
-    """And looks elsewhere once as much time has gone by as pays for a look there."""
+def test_many_sequences_begin_without_drafts_which_are_tried_once_there_is_time_for_it() -> None:
     best = BestPlace(PLACES)
-    for kind in (MANY, SAMPLED, kind_of(64, True)):
-        begun = shares(best, 100, kind, BEST["none"])
-        looked = shares(best, 20_000, kind, BEST["none"])
-        assert all(looked[place] + (begun[place] if kind != kind_of(64, True) else 0) > 0 for place in PLACES)
-        assert (begun["none"] == 1) == (kind == kind_of(64, True)), "that of one that samples says nothing of many"
+    shares(best, 1, MANY, BEST["separate"])
+    assert shares(best, 40, MANY, BEST["separate"])["none"] == 1
+    shares(best, 2_000, MANY, BEST["separate"])
+    assert best.place == "separate"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_fewer_sequences_begin_where_more_are_fastest(place: Place) -> None:
+    best = BestPlace(PLACES)
+    shares(best, 5_000, kind_of(64, True), BEST[place])
+    for sequences in (32, 16, 8):
+        assert shares(best, 40, kind_of(sequences, True), BEST[place])[place] >= 0.9
+
+
+@pytest.mark.parametrize("pays", ["separate", "shared"])
+def test_more_sequences_begin_without_drafts_although_they_pay_with_fewer(pays: Place) -> None:
+    """And samples say nothing of greedy ones."""
+    best = BestPlace(PLACES)
+    shares(best, 1_000, ONE, BEST[pays])
+    assert shares(best, 40, kind_of(64, True), BEST["none"])["none"] >= 0.9
+    shares(best, 24, SAMPLED, BEST[pays])
+    assert shares(best, 40, SAMPLED, BEST[pays])["separate"] == 1
+
+
+def test_what_looks_cost_in_all_is_bounded_however_many_kinds_of_batches_there_are() -> None:
+    """Sixty sequences, ten, and so on, each for a while: drafts are slower with any of them, and read texts first."""
+    best, spent, lost = BestPlace(PLACES), 0.0, 0.0
+    for turn in range(400):
+        kind, since, here = kind_of((60, 30, 12, 7)[turn % 4], turn % 8 < 4), 0, best.place
+        for _ in range(100):
+            since, here = (since + 1, here) if best.place == here else (0, best.place)
+            slower = 1.0 if here == "none" else 1.4 if since > 10 else 2.0
+            spent, lost = spent + 0.02 * slower, lost + 0.02 * (slower - 1)
+            best.stepped(kind, 2, 0.02 * slower, heard=since > 10)
+    assert 0 < lost < 0.02 * spent + 0.4
+
+
+def test_fewer_sequences_for_a_moment_are_no_reason_for_a_look() -> None:
+    """What is left of a full batch: its sequences end, and others come."""
+    best = BestPlace(PLACES)
+    shares(best, 1_000, kind_of(64, True), BEST["none"])
+    for _ in range(50):
+        assert shares(best, 40, MANY, BEST["none"])["none"] >= 0.9
+        shares(best, 60, kind_of(64, True), BEST["none"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_that_read_prompts_count_too(place: Place) -> None:
+    """For a server that always reads some: without the time that takes, which is no merit of a place."""
+    drawn, best = random.Random(0), BestPlace(PLACES)
+    found: Counter[Place] = Counter()
+    for step in range(20_000):
+        found[best.place] += step >= 10_000
+        prompt_tokens = drawn.randrange(128)
+        seconds = 0.02 / BEST[place][best.place] * drawn.uniform(0.9, 1.1) + 1e-4 * prompt_tokens
+        best.stepped(MANY, 2, seconds, heard=True, prompt_tokens=prompt_tokens)
+    assert found[place] > 0.9 * 10_000
+
+
+def test_steps_that_mostly_read_prompts_say_nothing() -> None:
+    """Few of those that begin decode yet: how long such a step takes is no merit of a place either."""
+    drawn, best = random.Random(0), BestPlace(("separate", "none"))
+    for step in range(4_000):
+        many = step % 200 < 20
+        prompt_tokens = 512 if many else drawn.randrange(64)
+        seconds = (0.02 if best.place == "separate" else 0.03) + 1e-3 * prompt_tokens * drawn.uniform(0.5, 1.5) * many
+        best.stepped(ONE, 2, seconds + 1e-4 * prompt_tokens, heard=True, prompt_tokens=prompt_tokens)
+    assert best.place == "separate"
 
 
 @pytest.mark.parametrize(
@@ -108,12 +170,12 @@ def test_what_is_much_slower_is_not_looked_at_again_with_twice_as_many_sequences
     best = BestPlace(("separate", "none"))
     slow: Rates = {"separate": 0.7, "none": 1.0}
     shares(best, 200, MANY, slow)
-    assert shares(best, 500, kind_of(32, True), {"separate": 1.4, "none": 2.0})["separate"] == 0
+    assert shares(best, 2_000, kind_of(32, True), {"separate": 1.4, "none": 2.0})["separate"] == 0
     assert shares(best, 20_000, kind_of(32, True), {"separate": 1.4, "none": 2.0})["separate"] > 0
-    assert shares(best, 500, kind_of(128, True), slow)["separate"] > 0
+    assert shares(best, 2_000, kind_of(128, True), slow)["separate"] > 0
     near = BestPlace(("separate", "none"))
     shares(near, 200, MANY, {"separate": 0.95, "none": 1.0})
-    assert shares(near, 500, kind_of(32, True), {"separate": 0.95, "none": 1.0})["separate"] > 0
+    assert shares(near, 2_000, kind_of(32, True), {"separate": 0.95, "none": 1.0})["separate"] > 0
 
 
 def test_a_look_that_another_batch_interrupts_is_given_up() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster import best_place
+from cluster import best_place, place_speed
 from cluster.actors import TargetConfig, own_target
 from cluster.best_place import PLACES, Place
 from cluster.drafters import DraftConfig
@@ -92,10 +92,11 @@ def test_drafts_change_places_in_the_middle_of_streams_and_the_tokens_stay(
         "_SETTLING": 0,
         "_READING": 0,
         "_LASTING": 1,
-        "_DOUBT": 100.0,
+        "_LEAVING": 1,
     }
     for name, value in often.items():
         monkeypatch.setattr(best_place, name, value)
+    monkeypatch.setattr(place_speed, "_DOUBT", 100.0)
     requests, plain = plain_of(target, temperature, 6)
     with serving(target, second_draft, PLACES, 3) as replica, exact.linked(replica, draft) as drafting:
 
