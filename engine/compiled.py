@@ -1,8 +1,10 @@
 """Loops over small arrays, compiled to machine code by numba: what runs between two forward passes has to be short."""
 
+import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +15,17 @@ try:
     COMPILES = not getattr(config, "DISABLE_JIT", False)
 except ImportError:  # not there, or not for this numpy
     COMPILES = False
+
+
+def _kept_in(folder: str) -> Path:
+    """Where in a folder, or beside the sources, machine code is kept: apart for the engine's sources as they are.
+
+    numba looks whether a function's own file has changed, not those of the functions that became part of it.
+    """
+    own = Path(__file__).parent
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(own.rglob("*.py")))).hexdigest()
+    return Path(folder or own / "__pycache__") / digest[:16]
+
 
 _SUMS = {"reassoc", "contract", "nsz"}  # of LLVM's liberties with floating point, those that sums of products need
 
@@ -27,9 +40,8 @@ def compiled(function: F, long: bool = False, exact: bool = False) -> F:
     long: it lets other threads run meanwhile, and may add up and multiply in another order to be faster, unless it is exact:
     compilers may choose that anew for each caller that it becomes part of.
 
-    What is kept on disk is made anew when the function's own file changes, not when a function in another file does that it
-    calls, nor when this one does: whoever changes those removes the folders `__pycache__`. Beside an engine that doesn't
-    bring numba (cluster.vllm_proposer), the function stays as it is: slower, not different, but for such sums.
+    Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is: slower, but not different,
+    such sums apart.
     """
     if not COMPILES:
         return function
@@ -66,11 +78,14 @@ def borrowed(argument: Any) -> Any:
 
 if COMPILES:
     from llvmlite import ir
+    from numba import config as numba_config
     from numba import types
     from numba.extending import intrinsic, overload
     from numba.np import arrayobj
 
     _arrays: Any = arrayobj  # without types
+    _settings: Any = numba_config
+    _settings.CACHE_DIR = str(_kept_in(_settings.CACHE_DIR))
 
     def _borrowing(context: Any, array: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
