@@ -5,7 +5,6 @@ and none, since drafts don't always pay. Every place guesses what lookup in the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import log2
 from typing import Literal
 
@@ -20,11 +19,11 @@ _STAY = 4  # times as many steps in a row at the best place, at least, before a 
 _FEW = 4  # sequences; up to so many, drafts nearly always pay: they are asked at once, and first looks are quick
 _AFFORDED = 0.005  # of the time: what looks at a place may cost, with all that changing places does
 _GIVEN_S = 0.2  # what the first look at a place may cost
-_LOSS = 0.3  # of a look's steps, first ones too: what it costs, as long as none has shown it
+_LOSS = 0.6  # of the steps that say how fast a place is: what a look costs, as long as none has shown it
 _SETTLING = 4  # first steps at a place that don't count: windows and drafts find their way back
 _READING = 256  # steps at most that drafts may take to read the texts again, before what they don't say counts
-_LASTING = 24  # steps in a row of another kind of batch before it is gone by
-_LEAVING = 4  # before looks of the former kind end, and before drafts are left alone where they don't pay
+_LASTING = 48  # steps in a row of other kinds of batches before these are gone by
+_LEAVING = 4  # the same where drafts are known not to pay; and before looks of the former kind end
 _MARGIN = 1.03  # a place where drafts have to read texts again has to be so much faster
 
 Kind = tuple[int, bool]  # of a batch: how many sequences, about, and whether all are greedy
@@ -39,14 +38,14 @@ def kind_of(sequences: int, greedy: bool) -> Kind:
     return 1 << round(log2(sequences)), greedy
 
 
-@dataclass
 class Savings:
-    """What looks at other places may cost: a share of the time, for each place, over all kinds of batches.
+    """What looks may cost: a share of the time, for each place.
 
     With many sequences, whose texts drafts have to read first, a look costs seconds.
     """
 
-    _saved_s: dict[Place, float] = field(default_factory=lambda: dict.fromkeys(PLACES, _GIVEN_S))
+    def __init__(self, given_s: float) -> None:
+        self._saved_s = dict.fromkeys(PLACES, given_s)
 
     def earn(self, seconds: float) -> None:
         """So much time went by."""
@@ -71,21 +70,22 @@ class _Measured:
     """
 
     def __init__(
-        self, kind: Kind, places: Sequence[Place], savings: Savings, like: "_Measured | None" = None, near: bool = False
+        self, kind: Kind, places: Sequence[Place], first: Place, first_looks: Savings, like: "_Measured | None"
     ) -> None:
-        """like: a kind with about as many sequences.
+        """first: where it begins. first_looks: what these may cost, over all kinds.
 
-        near: what was measured there of the other places, over the best, is believed here until they are looked at.
+        like: a kind with half or twice as many sequences: what was measured there of other places, over the first one, is
+        believed here until they are looked at.
         """
         self._speeds = {place: Speed() for place in places}
         self._seen: set[Place] = set()  # here
         self.prompts = PromptTime()
-        self._savings = savings
-        self._taken_over = like.over_the_best() if like is not None and near else {}
-        self._few = kind[0] <= _FEW
-        self.enough = max(_FEWEST, _ENOUGH // kind[0])  # steps
+        self._first_looks, self._looks = first_looks, Savings(0)
+        self._taken_over = like.over(first) if like is not None else {}
         self.size = kind[0]
-        self.best: Place = self._first(places, like)
+        self._few = self.size <= _FEW
+        self.enough = max(_FEWEST, _ENOUGH // self.size)  # steps
+        self.best: Place = first
         self.place = self.best  # or one that is looked at
         self._here = 0  # steps, since it is that
         self._look: Place | None = None  # the place that is looked at, or was, until drafts are back from it
@@ -97,18 +97,22 @@ class _Measured:
         """Whether nothing was measured at this place yet."""
         return self.place not in self._seen
 
-    def over_the_best(self) -> dict[Place, Speed]:
-        """What was measured at the other places, with the best one's tokens per second for one."""
-        best = self._speeds[self.best]
-        places = self._seen - {self.best} if best.steps else ()
-        return {place: self._speeds[place].like(1 / best.rate) for place in places}
+    @property
+    def compared(self) -> bool:
+        """Whether the best place was."""
+        return len(self._seen) > 1
 
-    def enter(self) -> None:
+    def over(self, base: Place) -> dict[Place, Speed]:
+        """What was measured at the other places, with this one's tokens per second for one."""
+        known = self._seen - {base} if base in self._seen else ()
+        return {place: self._speeds[place].like(1 / self._speeds[base].rate) for place in known}
+
+    def enter(self, fewer: bool) -> None:
         """It is this kind's turn; a look that another kind interrupted is given up.
 
-        What many sequences have done before they became fewer is no reason for a look: they may do so again.
+        fewer: than before. What is left of a batch is no reason for a look, as long as others may come.
         """
-        if not self._few or self.place != self.best:
+        if self.place != self.best or (fewer and not self._few):
             self._here = 0
         self.place, self._look = self.best, None
 
@@ -125,22 +129,19 @@ class _Measured:
         before, self.place = self.place, self._next()
         if self.place != before:
             self._here = 0
-        elif self.place == self.best:
-            self._look = None  # back from it
+        elif self.place == self.best and self._look is not None:  # back from it, or it is the best now
+            self._prices[self._look] = max(0.0, self._look_s) / self._speeds[self.best].step_s
+            self._look = None
         return self.place != before
 
     def looked(self, tokens: int, seconds: float) -> None:
         """A step that belongs to a look, if one goes on, and perhaps says nothing of its place: it has its cost."""
-        best = self._speeds[self.best]
         if self._look is not None:
-            self._look_s += seconds - tokens / best.rate
-            self._prices[self._look] = max(0.0, self._look_s) / best.step_s
+            self._look_s += seconds - tokens / self._speeds[self.best].rate
 
-    def _first(self, places: Sequence[Place], like: "_Measured | None") -> Place:
-        """Where it begins: drafts that pay with more sequences pay with fewer, hardly the other way round."""
-        known = places[0] if like is None else like.best
-        fewer = self._few or (like is not None and self.size <= like.size)
-        return known if fewer or "none" not in places else "none"
+    def earn(self, seconds: float) -> None:
+        """Batches of this kind took so long."""
+        self._looks.earn(seconds)
 
     def _take_over(self) -> None:
         for place, speed in self._taken_over.items():
@@ -157,7 +158,7 @@ class _Measured:
             if found is None:
                 return self.best
             self._look, self._look_s = found, 0.0
-            self._savings.begin(found)
+            self._savings(found).begin(found)
             return found
         enough = self._here >= self.enough
         if (self._here >= _FEWEST and here.rate - here.doubt > best.rate) or (
@@ -168,32 +169,35 @@ class _Measured:
         return self.best if enough or hopeless else self.place
 
     def _worth_a_look(self, place: Place) -> bool:
-        new = place not in self._seen
+        new, best = place not in self._seen, self._speeds[self.best]
         stayed = self._here >= self.enough * (1 if new and self._few else _STAY)
-        hoped = self._speeds[place].at_best > _margin(place) * self._speeds[self.best].rate
+        hoped = self._speeds[place].at_best > _margin(place) * best.rate
         free = new and (self._few or place == "none")
-        return stayed and hoped and (free or self._savings.affords(place, self._price_s(place)))
+        price_s = self._prices.get(place, _LOSS * self.enough) * best.step_s
+        return stayed and hoped and (free or self._savings(place).affords(place, price_s))
 
-    def _price_s(self, place: Place) -> float:
-        return self._prices.get(place, _LOSS * 2 * self.enough) * self._speeds[self.best].step_s
+    def _savings(self, place: Place) -> Savings:
+        return self._looks if place in self._seen else self._first_looks
 
 
-@dataclass
 class BestPlace:
-    """Says where drafts are to run; hears of every step.
+    """Says where drafts are to run; hears of every step."""
 
-    places: that there are, the preferred one first; with none or one of them there is nothing to measure.
-    """
+    def __init__(self, places: Sequence[Place], former: "BestPlace | None" = None) -> None:
+        """places: that there are, the preferred one first; with none or one of them there is nothing to measure.
 
-    places: Sequence[Place]
-    savings: Savings = field(default_factory=Savings)
-    _measured: dict[Kind, _Measured] = field(default_factory=dict)
-    _kind: Kind | None = None  # that it goes by
-    _other: Kind | None = None  # that came instead
-    _lasted: int = 0  # steps in a row of that
-    _settling: int = 0  # steps
-    _reading: int = 0
-    _heard: bool = False  # guesses, since the last change
+        former: what said so for other drafts: where these paid, the new ones are asked at once.
+        """
+        self.places = places
+        self._first_looks: Savings = Savings(_GIVEN_S) if former is None else former._first_looks
+        self._paid: dict[Kind, Place] = {} if former is None else former._paying()
+        self._measured: dict[Kind, _Measured] = {}
+        self._kind: Kind | None = None  # that it goes by
+        self._wanted: Place | None = None  # by other kinds, which came instead
+        self._lasted = 0  # steps in a row of those
+        self._settling = 0  # steps
+        self._reading = 0  # steps that may still be lost, by drafts that read or prompts that are long
+        self._heard = False  # guesses, since the last change
 
     @property
     def place(self) -> Place:
@@ -211,58 +215,74 @@ class BestPlace:
 
         heard: drafts guessed for it. prompt_tokens: that it read besides, whose time is no merit or fault of a place.
         """
-        self.savings.earn(seconds)
+        self._first_looks.earn(seconds)
         if len(self.places) < 2 or not tokens or not self._goes_by(kind):
             return  # requests that fail at their first token say nothing of a place
         measured = self._measured[kind]
+        measured.earn(seconds)
         reading_s = prompt_tokens * measured.prompts.each_s
-        if not self._settling and self.place == measured.best:
-            measured.prompts.add(prompt_tokens, seconds)
-        if prompt_tokens and not (measured.prompts.known and reading_s < seconds / 2):
-            return  # what is left says little
         self._heard = self._heard or heard
         if self._settling:
             if self._heard or self.place == "none" or not self._reading:
                 self._settling -= 1
             else:
                 self._reading -= 1
-            measured.looked(tokens, seconds - reading_s)
+            measured.looked(tokens, max(seconds / 2, seconds - reading_s))
+            return
+        if self.place == measured.best:
+            measured.prompts.add(prompt_tokens, seconds)
+        if prompt_tokens and not (measured.prompts.known and reading_s < seconds / 2):
+            self._reading -= 1  # what is left of such a step says little
+            if self._reading < 0 and self.place != measured.best:
+                self._give_up(measured, fewer=False)
         elif measured.stepped(tokens, seconds - reading_s):
             self._arrive(measured)
 
     def _goes_by(self, kind: Kind) -> bool:
         """Whether a step counts; another kind does once it has lasted, since every change has texts read again."""
         if kind == self._kind:
-            self._other = None
+            self._wanted = None
             return True
-        if kind != self._other:
-            self._other, self._lasted = kind, 0
+        measured, before = self._measured.get(kind) or self._new(kind), None
+        if measured.best != self._wanted:
+            self._wanted, self._lasted = measured.best, 0
         self._lasted += 1
-        measured = self._measured.get(kind) or self._new(kind)
         if self._kind is not None:
-            former, before = self._measured[self._kind], self.place
+            former, before, fewer = self._measured[self._kind], self.place, kind[0] < self._kind[0]
             if self._lasted == _LEAVING and before != former.best:
-                former.enter()
-                self._arrive(former)
-            lasts = _LEAVING if measured.best == "none" else _LASTING
-            if measured.best != self.place and self._lasted < lasts:
+                self._give_up(former, fewer)
+                before = self.place
+            leaves = measured.best == "none" and (measured.compared or kind[0] > 2 * former.size)
+            if measured.best != before and self._lasted < (_LEAVING if leaves else _LASTING):
                 return False
-        else:
-            before = None
-        self._kind, self._other = kind, None
-        self._measured[kind] = measured
-        measured.enter()
+            measured.enter(fewer)
+        self._kind, self._wanted, self._measured[kind] = kind, None, measured
         if self.place != before:
             self._arrive(measured)
         return True
 
+    def _give_up(self, measured: _Measured, fewer: bool) -> None:
+        """Ends a look."""
+        measured.enter(fewer)
+        self._arrive(measured)
+
     def _new(self, kind: Kind) -> _Measured:
-        sizes = [sequences for sequences, greedy in self._measured if greedy == kind[1]]
-        nearest = min(sizes, key=lambda size: max(size, kind[0]) / min(size, kind[0]), default=None)
-        if nearest is None:
-            return _Measured(kind, self.places, self.savings)
-        near = max(nearest, kind[0]) <= 2 * min(nearest, kind[0])
-        return _Measured(kind, self.places, self.savings, self._measured[nearest, kind[1]], near)
+        """A kind begins where the nearest one is fastest, unless it has more than twice as many sequences: drafts that pay
+        with many pay with fewer, hardly the other way round.
+        """
+        (size, greedy), first = kind, self._paid.get(kind)
+        known = [each for (_, also), each in self._measured.items() if also == greedy and each.compared]
+        like = min(known, key=lambda each: (max(each.size, size) / min(each.size, size), -each.size), default=None)
+        if first is None and like is not None and size <= 2 * like.size:
+            first = like.best
+        if first is None or first not in self.places:
+            first = "none" if size > _FEW and "none" in self.places else self.places[0]
+        near = like if like is not None and like.size <= 2 * size and size <= 2 * like.size else None
+        return _Measured(kind, self.places, first, self._first_looks, near)
+
+    def _paying(self) -> dict[Kind, Place]:
+        """Where drafts are best, by kinds with which they paid."""
+        return {kind: each.best for kind, each in self._measured.items() if each.best != "none"}
 
     def _arrive(self, measured: _Measured) -> None:
         """At a place for the first time, drafts and windows have to learn what works there."""

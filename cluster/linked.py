@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from cluster.best_place import BestPlace, Kind, Place, Savings
+from cluster.best_place import BestPlace, Kind, Place
 from cluster.link import Link, send_all
 from cluster.loop import Loop
 from cluster.rest import Rests
@@ -26,8 +26,7 @@ class LinkedDrafts:
         self._next_draft = 0
         self._places = places
         self._rests = Rests()
-        self._savings = Savings()
-        self._best = self._measure_anew()
+        self._best = BestPlace(self._there())
         self._heard_last = False  # whether any did before the last step
 
     def __len__(self) -> int:
@@ -102,7 +101,10 @@ class LinkedDrafts:
             self._leave_alone_or_ask()
 
     def _measure_anew(self) -> BestPlace:
-        return BestPlace([place for place in self._places if place != "separate" or self._links], self._savings)
+        return BestPlace(self._there(), self._best)
+
+    def _there(self) -> list[Place]:
+        return [place for place in self._places if place != "separate" or self._links]
 
     def _leave_alone_or_ask(self) -> None:
         self._state.drafts_left_alone(self._rests.resting if self.place == "separate" else set(self._links))

@@ -7,7 +7,7 @@ _KEPT = 1 - 1 / 2048  # of what earlier steps weigh, each step
 _DOUBT = 2.0  # standard errors by which a place may be faster than it seemed
 _LEAST_SPREAD = 0.3  # of what a step brings, relative: a few equal ones are no certainty
 _TAKEN_OVER = 6  # steps at most that others count for
-_FEWEST = 12  # steps that say how long a prompt takes
+_KNOWN = 12  # steps that say how long prompts take
 
 
 @dataclass
@@ -85,10 +85,10 @@ class PromptTime:
     @property
     def known(self) -> bool:
         """Whether there were steps enough."""
-        return self._steps >= _FEWEST
+        return self._steps >= _KNOWN
 
     @property
     def each_s(self) -> float:
-        """Seconds; 0 where all steps had as many."""
+        """Seconds; 0 where all steps had as many: places are compared with that time then."""
         spread = self._steps * self._products[0] - self._tokens**2
         return max(0.0, self._steps * self._products[1] - self._tokens * self._seconds) / spread if spread > 1 else 0.0

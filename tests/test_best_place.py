@@ -108,7 +108,7 @@ def test_more_sequences_begin_without_drafts_although_they_pay_with_fewer(pays: 
     best = BestPlace(PLACES)
     shares(best, 1_000, ONE, BEST[pays])
     assert shares(best, 40, kind_of(64, True), BEST["none"])["none"] >= 0.9
-    shares(best, 24, SAMPLED, BEST[pays])
+    shares(best, 48, SAMPLED, BEST[pays])
     assert shares(best, 40, SAMPLED, BEST[pays])["separate"] == 1
 
 
@@ -135,16 +135,48 @@ def test_fewer_sequences_for_a_moment_are_no_reason_for_a_look() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_steps_that_read_prompts_count_too(place: Place) -> None:
+@pytest.mark.parametrize(("least", "most"), [(0, 128), (1, 64), (64, 65)])
+def test_steps_that_read_prompts_count_too(least: int, most: int, place: Place) -> None:
     """For a server that always reads some: without the time that takes, which is no merit of a place."""
     drawn, best = random.Random(0), BestPlace(PLACES)
     found: Counter[Place] = Counter()
     for step in range(20_000):
         found[best.place] += step >= 10_000
-        prompt_tokens = drawn.randrange(128)
+        prompt_tokens = drawn.randrange(least, most)
         seconds = 0.02 / BEST[place][best.place] * drawn.uniform(0.9, 1.1) + 1e-4 * prompt_tokens
         best.stepped(MANY, 2, seconds, heard=True, prompt_tokens=prompt_tokens)
     assert found[place] > 0.9 * 10_000
+
+
+def test_a_kind_whose_looks_are_cheap_takes_none_from_another() -> None:
+    """Sixteen sequences look at drafts that are nearly as fast, again and again; sixty-four never did, where they pay."""
+    best, found = BestPlace(("separate", "none")), 0.0
+    for _ in range(20):
+        shares(best, 2_000, kind_of(16, False), {"separate": 0.97, "none": 1.0})
+        found = shares(best, 500, kind_of(64, True), {"separate": 1.4, "none": 1.0})["separate"]
+    assert found > 0.9
+
+
+def test_what_another_number_of_sequences_says_is_over_the_place_where_a_kind_begins() -> None:
+    best = BestPlace(PLACES)
+    rates: Rates = {"separate": 1.5, "shared": 1.35, "none": 1.0}
+    assert shares(best, 1_000, kind_of(8, True), rates)["separate"] > 0.8
+    found = shares(best, 2_000, kind_of(16, True), {"separate": 0.5, "shared": 1.5, "none": 1.0})
+    assert found["shared"] > 0.3
+
+
+def test_sequences_whose_number_goes_up_and_down_keep_their_drafts() -> None:
+    """Between two kinds, in both of which these pay; and beside a few that sample, which nothing is known of."""
+    drawn, best = random.Random(0), BestPlace(("separate", "none"))
+    shares(best, 1_000, MANY, BEST["separate"])
+    found: Counter[Place] = Counter()
+    kind = MANY
+    for _ in range(5_000):
+        if drawn.random() < 0.1:
+            kind = drawn.choice([MANY, MANY, kind_of(32, True), kind_of(16, False)])
+        found[best.place] += 1
+        best.stepped(kind, 2, 0.02 / BEST["separate"][best.place], heard=True)
+    assert found["separate"] > 0.9 * 5_000
 
 
 def test_steps_that_mostly_read_prompts_say_nothing() -> None:
