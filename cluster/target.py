@@ -30,7 +30,7 @@ from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
-from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request, rows_of
+from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request, rows_of, tried, useful
 from engine.types import Down, FinishReason, GenerationRequest, TokenChunk, Up, require
 from engine.window_choice import OFF, NamedWindows, check_window
 
@@ -271,6 +271,8 @@ class TargetReplica:
             else:
                 nodes = chosen.get(running.session)
                 tree = self._state.mirror(running.session) if nodes is not None else None
+                if tree is not None and nodes is not None:
+                    nodes = useful(running.sequence, tree, nodes)
                 plans.append(Plan(running.sequence, tree, nodes))
         return plans
 
@@ -286,7 +288,8 @@ class TargetReplica:
         decoding = [running for running in self._running.values() if not running.sequence.prefilling]
         if not decoding or len(decoding) < len(self._running):
             return 0.0
-        missed = [running for running in decoding if self._state.attached(running.session)]
+        waiting = [running for running in decoding if running.sequence.left > 1]  # a last token takes no guesses
+        missed = [running for running in waiting if self._state.attached(running.session)]
         if len(missed) < len(decoding) or any(self._state.hit(running.session) for running in missed):
             return 0.0
         limit_s = self._patience.limit_s()
@@ -340,7 +343,7 @@ class TargetReplica:
             return
         verified = plan.nodes is not None and len(plan.nodes) > 0
         if verified and plan.tree is not None and plan.nodes is not None:
-            self._windows.observe(running.window, plan.tree, plan.nodes, outcome.path)
+            self._windows.observe(running.window, plan.tree, tried(plan.tree, plan.nodes, outcome), outcome.path)
         self._stats.drafted += verified
         self._stats.empty += outcome.decoded and not verified and self._state.attached(running.session)
         if outcome.tokens:

@@ -258,7 +258,7 @@ class GoodputWindow:
         reach = [self.calibration.paths(tree) for tree in trees]
         alone = len(trees) == 1  # what puts trees together takes its time for one, too
         everything = reach[0][1:] if alone else np.concatenate([_NO_REACH, *(part[1:] for part in reach)])
-        order = top(everything, self.max_nodes)
+        order = top(everything, min(self.max_nodes, MAX_WINDOW) if alone else self.max_nodes)
         milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :]
         chosen, accepted = self._best(everything[order], milliseconds, len(trees))
         self._idle = 0 if chosen else self._idle + 1

@@ -11,7 +11,7 @@ from engine.drafters import Drafter, Learner, ReadsStates
 from engine.effort import EffortWindow, draft_steps
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
-from engine.step import Outcome, Plan, Sequence, Stepper
+from engine.step import Outcome, Plan, Sequence, Stepper, tried, useful
 from engine.types import FinishReason, GenerationRequest, TokenLogprobs
 
 
@@ -136,7 +136,7 @@ def _loop(
         for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
             if speculation is not None and outcome.tokens:
                 if plan.tree is not None and plan.nodes is not None:
-                    speculation.window.observe(plan.tree, plan.nodes, outcome.path)
+                    speculation.window.observe(plan.tree, tried(plan.tree, plan.nodes, outcome), outcome.path)
                     if learner is not None:
                         learner.learn(index, plan.tree, plan.nodes, outcome.choices)
                 if reader is not None and outcome.state is not None:
@@ -157,4 +157,6 @@ def _plan(running: dict[int, Sequence], speculation: Speculation | None) -> list
     draft_steps(speculation.drafter, decoding, speculation.draft_steps, speculation.effort)
     trees = {index: speculation.drafter.tree(index) for index in decoding}
     nodes = dict(zip(decoding, speculation.window.choose(list(trees.values())), strict=True))
+    for index in decoding:
+        nodes[index] = useful(running[index], trees[index], nodes[index])
     return [Plan(sequence, trees.get(index), nodes.get(index)) for index, sequence in running.items()]

@@ -72,6 +72,11 @@ class Sequence:
         """Whether committed tokens other than the last still need KV."""
         return self.computed < len(self.tokens) - 1
 
+    @property
+    def left(self) -> int:
+        """Tokens that it may still get."""
+        return self.limit - len(self.tokens)
+
     def append(self, tokens: list[int]) -> list[int]:
         """Commits tokens up to the first that ends the request; returns the committed ones."""
         taken: list[int] = []
@@ -79,7 +84,7 @@ class Sequence:
             self.tokens.append(token)
             taken.append(token)
             self._check_end(token)
-            if self.finish_reason is None and len(self.tokens) >= self.limit:
+            if self.finish_reason is None and self.left <= 0:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
@@ -163,6 +168,19 @@ class Outcome:
     choices: list[int] = field(default_factory=list)  # the target's tokens behind the root and each verified node
     state: torch.Tensor | None = None  # [hidden_size], final: what the last new token was chosen from, when asked for
     decoded: bool = True  # False: the step read a part of its prefix, and committed a token if that was the end
+
+
+def useful(sequence: Sequence, tree: TokenTree, nodes: IntArray) -> IntArray:
+    """Those of a window's nodes that can be committed: deeper ones are behind the last token that was asked for."""
+    return nodes[tree.depth[nodes] < sequence.left]
+
+
+def tried(tree: TokenTree, nodes: IntArray, outcome: Outcome) -> IntArray:
+    """Those of the verified nodes of which a step says how good they were: where an output ended with one of them, nobody
+    knows of those behind.
+    """
+    ended_there = outcome.accepted == len(outcome.tokens)
+    return nodes[tree.depth[nodes] <= outcome.accepted] if ended_there else nodes
 
 
 class StepError(RuntimeError):
@@ -311,9 +329,8 @@ class Stepper:
         count = sequence.request.params.logprobs
         likely = sampling.logprobs(logits[own][walked], taken, count) if count is not None and taken else []
         kept = [margins[own][row] for row in walked] if margins else []
-        return Outcome(
-            sequence, taken, accepted, accepted + refused, path[:accepted], kept, likely, told, decoded=decoded
-        )
+        compared = accepted + (refused and accepted < len(taken))
+        return Outcome(sequence, taken, accepted, compared, path[:accepted], kept, likely, told, decoded=decoded)
 
     def _move(self, lease: Lease, base: int, accepted: list[int]) -> None:
         """Copies the KV of accepted rows behind the root's, at position `base`; a chain's stands there."""

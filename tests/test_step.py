@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.runner import ModelRunner
-from engine.step import MAX_WINDOW, Outcome, Plan, Stepper
+from engine.step import MAX_WINDOW, Outcome, Plan, Stepper, tried, useful
 from engine.step import Sequence as Running
 from engine.tree import ROOT, TokenTree
 from engine.types import GenerationRequest, IntArray, InvalidRequest, SamplingParams
@@ -170,6 +170,32 @@ def test_an_end_inside_the_accepted_path_cuts_it(target: ModelRunner, prompts: l
             assert outcome.tokens == truth[1:end]
             assert outcome.accepted == len(outcome.path) == end - 1
         assert (sequence.tokens[len(prompts[0]) :], sequence.finish_reason) == (truth[:end], "stop")
+
+
+def test_guesses_behind_the_end_are_neither_right_nor_wrong(
+    target: ModelRunner, prompts: list[Tokens], truth: list[int]
+) -> None:
+    """Of an output that ends with a guess, and of one that ends with the target's own token."""
+    stepper = Stepper(target)
+    for end, seen in ((2, 2), (4, 4)):
+        params = SamplingParams(max_tokens=1 + end, ignore_eos=True)
+        with running(target, prompts[0], params) as sequence:
+            prefilled(stepper, sequence)
+            tree = guesses(truth[0], truth[1:4])
+            [outcome] = step(stepper, Plan(sequence, tree, everything(tree)))
+            assert outcome.tokens == truth[1 : 1 + end]
+            assert outcome.tried == outcome.accepted == min(end, 3)
+            assert tried(tree, everything(tree), outcome).tolist() == [1, 2, 3][:seen]
+
+
+def test_what_can_no_longer_be_committed_is_not_verified(
+    target: ModelRunner, prompts: list[Tokens], truth: list[int]
+) -> None:
+    with running(target, prompts[0], SamplingParams(max_tokens=4, ignore_eos=True)) as sequence:
+        prefilled(Stepper(target), sequence)
+        tree = guesses(truth[0], truth[1:6], [wrong(truth[1])])
+        assert sequence.left == 3
+        assert useful(sequence, tree, everything(tree)).tolist() == [1, 2, 6], "the third token is the target's own"
 
 
 def test_prefilling_plain_and_speculating_sequences_share_a_step(

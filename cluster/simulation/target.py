@@ -255,7 +255,7 @@ class SimulatedTarget:
         taken = sequence.append([token for token in tokens if token >= 0])
         sequence.advance(len(sequence.tokens) - 1)
         accepted = min(len(path), len(taken))
-        stats.tried += accepted + refused
+        stats.tried += accepted + (refused and accepted < len(taken))
         stats.accepted += accepted
         stats.tokens += len(taken)
         stats.decoded += len(taken) * (not first)
@@ -264,7 +264,9 @@ class SimulatedTarget:
         stats.drafted += verified
         stats.empty += not (first or verified) and self._state.attached(running.session)
         if verified:
-            self._window.observe(tree, nodes, path)
+            ended_there = accepted == len(taken)  # see engine.step.tried
+            seen = nodes[tree.depth[nodes] <= accepted] if ended_there else nodes
+            self._window.observe(tree, seen, path[:accepted])
         stats.hits += self._advance(running.session, taken) and not first
         finished = sequence.finish_reason
         origins: list[Origin] = ["draft" if i < accepted else "target" for i in range(len(taken))]
