@@ -76,10 +76,13 @@ def runtime_errors(*others: type[Exception]) -> Iterator[None]:
     import ray
 
     from deployments.generate import GenerationFailed
+    from engine.kv import PoolExhausted
+    from engine.step import StepError
 
+    ours = (GenerationFailed, ModelError, InvalidRequest, PoolExhausted, StepError)
     try:
         yield
-    except (ray.exceptions.RayError, GenerationFailed, ModelError, InvalidRequest, TimeoutError) as error:
+    except (ray.exceptions.RayError, *ours, TimeoutError) as error:
         fail(one_line(error), FAILED)
     except others as error:
         fail(one_line(error), FAILED)

@@ -25,9 +25,9 @@ from engine.automatic import taking_turns
 from engine.budget import CostModel
 from engine.decode import Speculation, decode_steps
 from engine.runner import Dtype, ModelRunner
-from engine.step import Outcome
+from engine.step import MAX_WINDOW, Outcome
 from engine.text import OutputText, load_tokenizer
-from engine.types import GenerationRequest, Origin, TokenChunk
+from engine.types import GenerationRequest, Origin, TokenChunk, require
 
 Mode = Literal["pipelined", "sequential", "plain"]
 Progress = Callable[[str], None]
@@ -95,10 +95,14 @@ class OneProcess:
         placement = place(1, 1, torch.cuda.device_count())[0][0]
         placement.apply_to_process()
         self._tokenizer = load_tokenizer(pair.target)
-        self._target = ModelRunner(pair.target, dtype=pair.dtype, device=placement.device, invariant=pair.invariant)
+        room, device = TargetConfig(pair.target).kv_tokens, placement.device
+        self._target = ModelRunner(
+            pair.target, kv_tokens=room, dtype=pair.dtype, device=device, invariant=pair.invariant
+        )
         draft = None
         if pair.draft is not None:
-            draft = ModelRunner(pair.draft, dtype=pair.dtype, device=placement.device, weights="auto")
+            room = DraftConfig(pair.draft).kv_tokens
+            draft = ModelRunner(pair.draft, kv_tokens=room, dtype=pair.dtype, device=device, weights="auto")
         progress("timing the models; the first time, compiling what runs between their passes")
         cost = CostModel(self._target.called_with)
         warm_up(self._target, cost)
@@ -117,7 +121,9 @@ class OneProcess:
         return speculation
 
     def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
-        """See Engine."""
+        """See Engine. Raises InvalidRequest."""
+        total, room = len(request.prompt) + request.params.max_tokens, self._target.pool.capacity - MAX_WINDOW - 1
+        require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
         mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], self._speculation, self._tokenizer):
             now = time.monotonic()
@@ -151,7 +157,8 @@ def texts(
     params = request.params
     text = OutputText(tokenizer, params.stop, params.min_tokens, request.prompt)
     for chunk in chunks:
-        yield "".join(text.push(token) for token in chunk.tokens)
+        last = len(chunk.tokens) - 1 if chunk.finish_reason == "stop" else None
+        yield "".join(text.end(token) if at == last else text.push(token) for at, token in enumerate(chunk.tokens))
         if chunk.finish_reason == "error":
             raise GenerationFailed(chunk.error)
     yield text.flush()

@@ -10,6 +10,7 @@ from engine.budget import Window
 from engine.drafters import Drafter, Learner, ReadsStates
 from engine.effort import EffortWindow, draft_steps
 from engine.grammar import Vocabulary
+from engine.kv import PoolExhausted
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, Sequence, Stepper, tried, useful
 from engine.types import FinishReason, GenerationRequest, TokenLogprobs
@@ -71,6 +72,7 @@ def decode(
 ) -> list[Generation]:
     """Generates all requests together in one batch; without `speculation` this is plain decoding.
 
+    Requests that the drafter has no room for are decoded without it.
     Raises InvalidRequest, PoolExhausted or StepError; whatever is raised, all KV is free again.
     """
     generations = [Generation(request) for request in requests]
@@ -120,38 +122,60 @@ def _loop(
     learner = speculation.learner if speculation is not None else None
     reader = speculation.reader if speculation is not None else None
     effort = speculation.effort if speculation is not None else None
-    if speculation is not None:
-        for index, sequence in enumerate(sequences):
-            prompt = len(sequence.request.prompt)
-            speculation.drafter.open(index, sequence.tokens, sequence.request.params, prompt)
     running = {index: sequence for index, sequence in enumerate(sequences) if sequence.finish_reason is None}
+    drafted = {index for index, sequence in running.items() if speculation and _opened(speculation, index, sequence)}
     for index, sequence in enumerate(sequences):
         if sequence.finish_reason is not None:  # the resumed output ended already
             yield index, Outcome(sequence, [], 0, 0, [], [])
     while running:
-        plans = _plan(running, speculation)
+        plans = _plan(running, speculation, drafted)
         outcomes = stepper.step(plans)
-        if effort is not None:
+        if effort is not None and drafted:
             effort.ended(plans, outcomes)
         for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
-            if speculation is not None and outcome.tokens:
+            if speculation is not None and outcome.tokens and index in drafted:
                 if plan.tree is not None and plan.nodes is not None:
                     speculation.window.observe(plan.tree, tried(plan.tree, plan.nodes, outcome), outcome.path)
                     if learner is not None:
                         learner.learn(index, plan.tree, plan.nodes, outcome.choices)
                 if reader is not None and outcome.state is not None:
                     reader.see(index, outcome.state)
-                speculation.drafter.commit(index, outcome.tokens)
+                if not _committed(speculation, index, outcome.tokens):
+                    drafted.discard(index)
             yield index, outcome
             if outcome.sequence.finish_reason is not None:
                 del running[index]
+                drafted.discard(index)
                 if speculation is not None:
                     speculation.drafter.close(index)
 
 
-def _plan(running: dict[int, Sequence], speculation: Speculation | None) -> list[Plan]:
-    """Grows the trees of the decoding sequences and chooses their windows; nothing to choose without speculation."""
-    decoding = [index for index, sequence in running.items() if not sequence.prefilling]
+def _opened(speculation: Speculation, index: int, sequence: Sequence) -> bool:
+    """Whether the drafter had room for a session."""
+    try:
+        speculation.drafter.open(index, sequence.tokens, sequence.request.params, len(sequence.request.prompt))
+    except PoolExhausted:
+        speculation.drafter.close(index)
+        return False
+    return True
+
+
+def _committed(speculation: Speculation, index: int, tokens: list[int]) -> bool:
+    """Whether the drafter still had room; else its session is closed."""
+    try:
+        speculation.drafter.commit(index, tokens)
+    except PoolExhausted:
+        speculation.drafter.close(index)
+        return False
+    return True
+
+
+def _plan(running: dict[int, Sequence], speculation: Speculation | None, drafted: set[int]) -> list[Plan]:
+    """Grows the trees of the decoding sequences and chooses their windows; nothing to choose without speculation.
+
+    drafted: those that the drafter has a session for.
+    """
+    decoding = [index for index, sequence in running.items() if index in drafted and not sequence.prefilling]
     if speculation is None or not decoding:
         return [Plan(sequence) for sequence in running.values()]
     draft_steps(speculation.drafter, decoding, speculation.draft_steps, speculation.effort)

@@ -5,9 +5,11 @@ and rolls back.
 """
 
 import re
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,11 +39,22 @@ class Vocabulary:
     def ends(self, ends: set[int]) -> set[int]:
         """The tokens that end an output with a grammar, where these end others: a grammar may need ordinary ones as text.
 
-        The tokenizer's own where none is left: something has to come when the grammar is complete.
+        The tokenizer's own where none is left, or else those that are named like one: something has to come when the
+        grammar is complete. Raises InvalidRequest where there are none either.
         """
-        added = ends & self.tokenizer.added_tokens_decoder.keys()
+        if added := ends & self.tokenizer.added_tokens_decoder.keys():
+            return added
         own = self.tokenizer.eos_token_id
-        return added or ({int(own)} if isinstance(own, int) else set())
+        found = {int(own)} if isinstance(own, int) else set(self._info.stop_token_ids)
+        require(bool(found), "grammar", "the model names no end token")
+        return found
+
+    @cached_property
+    def _info(self) -> xgrammar.TokenizerInfo:
+        """Reading a vocabulary takes long, and few models are asked for grammars."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of end tokens that have to be found by their names
+            return xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=self._vocab_size)
 
     def ready(self, grammar: Grammar) -> bool:
         """Whether `compile` takes no time any more, be it to refuse; else another thread begins with it."""
@@ -68,9 +81,8 @@ class Vocabulary:
         return compiled
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        if self._compiler is None:  # reading a vocabulary takes long, and few models are asked for grammars
-            info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=self._vocab_size)
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+        if self._compiler is None:
+            self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
         try:
             match grammar.kind:
                 case "json_object" | "json_schema":

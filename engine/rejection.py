@@ -17,17 +17,23 @@ from engine.decode import Generation
 from engine.grammar import Vocabulary
 from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
-from engine.step import Sequence, end_tokens
+from engine.step import NOTHING_ALLOWED, Sequence, StepError, end_tokens
 from engine.types import GenerationRequest, SamplingParams
 
 _DRAFT, _COIN, _OWN = 1, 2, 3  # which of a request's independent streams of noise
+_NONE = -1  # the target's own token where none is allowed
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What tokens are drawn from, float64 [n, vocab_size]; all on one token when greedy. logits: processed, same shape."""
+    """What tokens are drawn from, float64 [n, vocab_size]; all on one token when greedy. logits: processed, same shape.
+
+    Rows where no token is allowed, or that are no numbers, are all 0.
+    """
+    possible = logits.amax(-1, keepdim=True) > -torch.inf
     if params.temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    return sampling.restrict(logits.float() / params.temperature, params).double().softmax(-1)
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double() * possible
+    shares = sampling.restrict(logits.float() / params.temperature, params).double().softmax(-1)
+    return shares.masked_fill(~possible, 0.0)
 
 
 def draw(weights: torch.Tensor, seed: int, position: int, stream: int) -> int:
@@ -36,7 +42,7 @@ def draw(weights: torch.Tensor, seed: int, position: int, stream: int) -> int:
 
 
 def verify(target: torch.Tensor, draft: torch.Tensor, drafted: Seq[int], seed: int, position: int) -> list[int]:
-    """The accepted draft tokens and the target's own next one; the first of them is the output's at `position`.
+    """The accepted draft tokens and the target's own next one, or _NONE; the first is the output's at `position`.
 
     target: probabilities [k + 1, vocab_size]; draft: [k, vocab_size], those that the k drafted tokens were drawn from.
     """
@@ -45,8 +51,8 @@ def verify(target: torch.Tensor, draft: torch.Tensor, drafted: Seq[int], seed: i
         coin = float(torch.exp(-torch.exp(-_gumbel(seed, here, _COIN, 1))))  # uniform in (0, 1)
         if coin * float(draft[index, token]) >= float(target[index, token]):
             residual = (target[index] - draft[index]).clamp_(min=0.0)
-            return [*drafted[:index], draw(residual, seed, here, _OWN)]
-    return [*drafted, draw(target[-1], seed, position + len(drafted), _OWN)]
+            return [*drafted[:index], draw(residual, seed, here, _OWN) if target[index].any() else _NONE]
+    return [*drafted, draw(target[-1], seed, position + len(drafted), _OWN) if target[-1].any() else _NONE]
 
 
 def _gumbel(seed: int, position: int, stream: int, size: int) -> torch.Tensor:
@@ -62,7 +68,7 @@ def decode(
     window: int,
     vocabulary: Vocabulary | None = None,
 ) -> Generation:
-    """Generates one request, `window` draft tokens a step. Raises InvalidRequest or PoolExhausted."""
+    """Generates one request, `window` draft tokens a step. Raises InvalidRequest, PoolExhausted or StepError."""
     generation = Generation(request)
     with ExitStack() as leases:
         sequence = Sequence(request, target, vocabulary)
@@ -71,7 +77,7 @@ def decode(
         leases.callback(draft.pool.release, drafter.lease)
         while sequence.finish_reason is None:
             _step(target, sequence, drafter, window, generation)
-    generation.finish_reason = sequence.finish_reason
+    generation.finish_reason, generation.error = sequence.finish_reason, sequence.error
     return generation
 
 
@@ -81,15 +87,21 @@ def _step(target: ModelRunner, sequence: Sequence, drafter: "_Drafter", window: 
     pending = [*sequence.tokens[sequence.computed :], *drafted]
     first = len(pending) - len(drafted) - 1
     logits = target.forward([chain_rows(sequence.lease, sequence.computed, pending, first)])
+    if not torch.isfinite(logits.sum()):
+        target.pool.wipe(sequence.lease, sequence.computed)
+        raise StepError(sequence.request.request_id)
     if sequence.processors is not None:
         logits = sequence.processors.apply(logits, [drafted[:n] for n in range(len(drafted) + 1)])
-    taken = sequence.append(verify(probabilities(logits, params), guessed, drafted, params.seed, position))
+    tokens = verify(probabilities(logits, params), guessed, drafted, params.seed, position)
+    taken = sequence.append([token for token in tokens if token != _NONE])
+    if tokens[-1] == _NONE and sequence.finish_reason is None:
+        sequence.fail(NOTHING_ALLOWED)
     sequence.computed = len(sequence.tokens) - 1
     drafter.commit(taken)
     generation.tokens += taken
     generation.steps += 1
-    generation.accepted += (accepted := min(len(taken) - 1, len(drafted)))
-    generation.tried += min(accepted + 1, len(drafted))
+    generation.accepted += (accepted := min(len(tokens) - 1, len(taken)))
+    generation.tried += accepted + (accepted < min(len(taken), len(drafted)))
 
 
 class _Drafter:
@@ -109,7 +121,10 @@ class _Drafter:
         self.lease = runner.pool.lease(tokens)
 
     def draft(self, tokens: Seq[int], count: int) -> tuple[list[int], torch.Tensor]:
-        """`count` tokens behind `tokens`, and the probabilities that each was drawn from: float64 [count, vocab_size]."""
+        """`count` tokens behind `tokens`, fewer where none may come, and the probabilities that each was drawn from.
+
+        These are float64 [drafted, vocab_size].
+        """
         drafted: list[int] = []
         rows: list[torch.Tensor] = []
         for _ in range(count):
@@ -118,10 +133,13 @@ class _Drafter:
             self._computed += len(pending)
             if self._processors is not None:
                 logits = self._processors.apply(logits, [drafted])
-            rows.append(probabilities(logits, self._params)[0])
-            drafted.append(draw(rows[-1], self._params.seed, len(tokens) + len(drafted), _DRAFT))
+            chances = probabilities(logits, self._params)[0]
+            if not chances.any():
+                break
+            rows.append(chances)
+            drafted.append(draw(chances, self._params.seed, len(tokens) + len(drafted), _DRAFT))
         self._computed = min(self._computed, len(tokens))  # what may be refused is computed again
-        return drafted, torch.stack(rows)
+        return drafted, torch.stack(rows) if rows else torch.zeros(0)
 
     def commit(self, tokens: Seq[int]) -> None:
         """Takes committed tokens."""

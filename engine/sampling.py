@@ -166,12 +166,17 @@ def _nucleus_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     shares = logits.softmax(-1)  # logsumexp of a single row is another sum than beside others, with several threads
     count = min(_HEAD, logits.shape[-1])
     head, order = logits.topk(count, dim=-1)
-    mass = shares.gather(-1, order).cumsum(-1)
+    mass = _running_sum(shares.gather(-1, order))
     if count < logits.shape[-1] and bool((mass[:, -1] < top_p).any()):
         head, order = logits.sort(dim=-1, descending=True)
-        mass = shares.gather(-1, order).cumsum(-1)
+        mass = _running_sum(shares.gather(-1, order))
     last = (mass < top_p).sum(-1, keepdim=True).clamp_(max=head.shape[-1] - 1)
     return head.gather(-1, last)
+
+
+def _running_sum(shares: torch.Tensor) -> torch.Tensor:
+    """Of each row, float32: in double, as CPUs have it anyway, since a GPU adds in another order beside other rows."""
+    return shares.double().cumsum(-1).float()
 
 
 def propose(

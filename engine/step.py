@@ -29,6 +29,7 @@ from engine.verify import walk
 MAX_WINDOW = 63  # draft tokens per step and sequence; a sequence's lease has room for them behind its last token
 
 _NONE = -1  # the choice where no token is allowed
+NOTHING_ALLOWED = "no token is allowed here: the grammar, bad words and min_tokens exclude each other"
 
 
 class Sequence:
@@ -122,7 +123,10 @@ def check_request(request: GenerationRequest, runner: ModelRunner, vocabulary: V
     require(vocabulary is not None or not params.grammar, "grammar", "grammars need the model's tokenizer")
     check_known(params, runner.vocab_size)
     _check_prompt(request, runner)
-    return vocabulary.compile(params.grammar) if vocabulary is not None and params.grammar is not None else None
+    if vocabulary is None or params.grammar is None:
+        return None
+    end_tokens(params, runner, vocabulary)  # raises where nothing could end it
+    return vocabulary.compile(params.grammar)
 
 
 def _check_prompt(request: GenerationRequest, runner: ModelRunner) -> None:
@@ -320,7 +324,7 @@ class Stepper:
         tokens = [told[row] for row in walked]
         taken = sequence.append([token for token in tokens if token != _NONE])
         if tokens[-1] == _NONE and sequence.finish_reason is None:
-            sequence.fail("no token is allowed here: the grammar, bad words and min_tokens exclude each other")
+            sequence.fail(NOTHING_ALLOWED)
         accepted = min(len(path), len(taken))
         base = sequence.computed + len(rows.tokens) - len(chosen)  # position of the root
         self._move(sequence.lease, base, walked[1 : 1 + accepted])

@@ -18,7 +18,7 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf"]
 LEAST_TEMPERATURE = 1e-6
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0  # presence and frequency, either sign
-MAX_REPETITION_PENALTY = 10.0
+LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0  # float32 could not hold logits over much less
 MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens of one request
 MAX_BAD_WORDS = 2048
@@ -118,8 +118,9 @@ class SamplingParams:
         require(all(self.stop), "stop", "stop strings must not be empty")
 
     def _check_penalties(self) -> None:
-        in_range = 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
-        require(in_range, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
+        least, most = LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        in_range = least <= self.repetition_penalty <= most
+        require(in_range, "repetition_penalty", f"must be between {least:g} and {most:g}")
         for name in ("presence_penalty", "frequency_penalty"):
             in_range = abs(getattr(self, name)) <= MAX_PENALTY
             require(in_range, name, f"must be between {-MAX_PENALTY:g} and {MAX_PENALTY:g}")

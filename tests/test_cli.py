@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import engine.train
+from cluster.actors import TargetConfig
+from cluster.drafters import DraftConfig
 from cluster.target_stats import TargetStats
 from cluster.trace import Kind, Span
 from deployments import cli, demo_view, timeline
@@ -24,10 +27,13 @@ from deployments.figures import Figures
 from deployments.generate import Pair, start
 from deployments.training_cli import train
 from engine.checkpoint import MODELS
+from engine.kv import PoolExhausted
+from engine.runner import ModelRunner
+from engine.step import StepError
 from engine.types import GenerationRequest, SamplingParams
+from tests.http_fixtures import PROMPT
 
 ROOT = Path(__file__).parent.parent
-PROMPT = "def read(path):\n    with open(path) as file:\n        for line in file:\n"
 EXACT = ["--invariant", "--dtype", "float32", "--max-tokens", "24", "--temperature", "1"]
 FIGURES = Figures(tokens=30, seconds=0.5, steps=20, tried=16, accepted=10, idle_s=0.1, hits=12)
 
@@ -268,6 +274,39 @@ def test_figures_of_one_process_leave_the_prompt_out() -> None:
     engine.close()
 
 
+def test_one_process_has_the_room_of_two_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = MODELS / "code-target", MODELS / "code-draft"
+    rooms: dict[Path, int] = {}
+    load = ModelRunner.__init__
+
+    def note(runner: ModelRunner, path: Path, **options: Any) -> None:
+        load(runner, path, **options)
+        rooms[path] = runner.pool.capacity
+
+    monkeypatch.setattr(ModelRunner, "__init__", note)
+    engine = start("sequential", Pair(target, draft), lambda text: None)
+    assert rooms[target] >= TargetConfig(target).kv_tokens
+    assert rooms[draft] >= DraftConfig(draft).kv_tokens
+    engine.close()
+
+
+def test_what_one_process_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.generate.TargetConfig", partial(TargetConfig, kv_tokens=320))
+    result = run("generate", PROMPT, "--mode", "plain", "--max-tokens", "300")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert re.search(r"prompt and max_tokens make 3\d\d tokens; the target has room for 256", result.stderr)
+
+
+@pytest.mark.parametrize("error", [PoolExhausted("there are no pages left"), StepError("the request")])
+def test_what_fails_while_a_model_runs_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("deployments.generate.start", fail)
+    result = run("generate", PROMPT, "--mode", "plain")
+    assert (result.exit_code, result.stderr) == (1, f"paceline: {error}\n")
+
+
 def test_text_follows_an_expression() -> None:
     options = ("--mode", "plain", "--temperature", "1", "--max-tokens", "32")
     result = run("generate", PROMPT, *options, "--regex", "[a-z]{2,5} = [0-9]{1,4}")
@@ -427,8 +466,11 @@ def test_picture_shows_the_middle() -> None:
 
 def test_messages_are_matched_with_their_arrival() -> None:
     excerpt = timeline.middle(TARGET, DRAFT)
-    assert all(applied.start - sent.start == pytest.approx(0.0022) for sent, applied in timeline.commits(excerpt))
-    assert all(0 < read.start - sent.end < 0.012 for sent, read in timeline.growths(excerpt))
+    commits, growths = list(timeline.commits(excerpt)), list(timeline.growths(excerpt))
+    assert commits
+    assert growths
+    assert all(applied.start - sent.start == pytest.approx(0.0022) for sent, applied in commits)
+    assert all(0 < read.start - sent.end < 0.012 for sent, read in growths)
 
 
 def test_picture_needs_a_recording(tmp_path: Path) -> None:

@@ -352,15 +352,22 @@ def test_too_many_requests_for_the_pool_free_everything(target: ModelRunner, pro
     audit(target, None)
 
 
+@pytest.mark.parametrize("name", ["tree-7", "auto"])
 @pytest.mark.parametrize("tokens", [64, 7 * 32, 12 * 32])
-def test_a_draft_without_room_frees_everything(
-    target: ModelRunner, draft: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch, tokens: int
+def test_a_draft_without_room_is_done_without(
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompts: list[Tokens],
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    name: str,
 ) -> None:
     """No room for the prefix, for the tree, or for the tokens to come."""
     monkeypatch.setattr(draft, "pool", KVPool(2, 1, 64, tokens, torch.float32))
-    speculation = exact.SPECULATIONS["tree-7"](draft)
-    with pytest.raises(PoolExhausted):
-        decode(target, make_requests(prompts[:2], 0.0, 128), speculation)
+    requests = make_requests(prompts[:2], 0.0, 128)
+    plain = [generation.tokens for generation in decode(target, requests)]
+    speculation = exact.SPECULATIONS[name](draft)
+    assert [generation.tokens for generation in decode(target, requests, speculation)] == plain
     audit(target, speculation)
     draft.pool.check()
     assert draft.pool.used_pages == 0

@@ -1,5 +1,6 @@
 """Processors: against a plain reference, the same at every node of a tree as behind the text, invisible to speculation."""
 
+import copy
 import json
 import math
 import re
@@ -14,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.decode import Generation, Speculation, decode
@@ -245,6 +248,24 @@ def test_a_grammar_ends_the_output_of_a_checkpoint_that_names_no_end_token(
     ruled = generate(target, prompts[0], tokenizer, max_tokens=40, grammar=Grammar("regex", "yes|no"))
     assert text_of(ruled, tokenizer) in ("yes", "no")
     assert ruled.finish_reason == "stop"
+
+
+def test_a_grammar_ends_with_a_token_that_is_only_named_like_an_end_token(
+    target: ModelRunner, prompts: list[Tokens], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the model's settings nor the tokenizer's say that it is one."""
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", None)
+    nameless = copy.deepcopy(tokenizer)
+    nameless.eos_token = None
+    ruled = generate(target, prompts[0], nameless, max_tokens=40, grammar=Grammar("regex", "yes|no"))
+    assert text_of(ruled, nameless) in ("yes", "no")
+    assert ruled.finish_reason == "stop"
+
+
+def test_a_grammar_is_refused_where_nothing_could_end_it() -> None:
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"yes": 0, "no": 1}, "no")))
+    with pytest.raises(InvalidRequest, match=r"^grammar: the model names no end token"):
+        Vocabulary(words, 2).ends(set())
 
 
 def test_a_compiled_grammar_that_is_held_is_not_compiled_again(

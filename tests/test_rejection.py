@@ -14,6 +14,7 @@ from engine.grammar import Vocabulary
 from engine.processors import Processors
 from engine.rejection import draw, probabilities, verify
 from engine.runner import ModelRunner
+from engine.step import StepError
 from engine.types import GenerationRequest, Grammar, SamplingParams
 from tests.exact import Tokens
 from tests.test_sampling import SEEDS, chi_square, some_logits
@@ -165,3 +166,57 @@ def test_sampled_output_is_reproducible_and_a_target_accepts_itself(
     assert other.tokens != first.tokens
     itself = rejection.decode(target, target, request, 3)
     assert itself.accepted == itself.tried == 18
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_no_token_is_allowed_the_output_ends_with_an_error(
+    temperature: float,
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompts: list[Tokens],
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Whatever comes behind "ab", which the grammar asks for, is a bad word."""
+    bad = tuple((token,) for word in ("yes", "ye", "y") for token in [tokenizer(word)["input_ids"][0]])
+    params = SamplingParams(temperature, max_tokens=8, grammar=Grammar("regex", "abyes"), bad_words=bad)
+    request = GenerationRequest("", prompts[0], params)
+    [coupled] = decode(target, [request], tokenizer=tokenizer)
+    found = rejection.decode(target, draft, request, 4, Vocabulary(tokenizer, target.vocab_size))
+    assert tokenizer.decode(found.tokens) == "ab"
+    assert (found.finish_reason, found.error) == (coupled.finish_reason, coupled.error)
+    assert "no token is allowed" in str(found.error)
+    assert found.accepted <= found.tried <= len(found.tokens)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS])
+def test_nothing_is_drawn_where_no_token_is_allowed(params: SamplingParams) -> None:
+    rows = torch.full((2, SIZE), -torch.inf)
+    rows[0, 4] = 1.0
+    chances = probabilities(rows, params)
+    assert chances.sum(-1).tolist() == [1.0, 0.0]
+    assert verify(chances, chances[:1], [4], 0, 0) == [4, -1]
+    assert verify(chances[1:].expand(2, -1), chances[:1], [4], 0, 0) == [-1]
+
+
+def spoil(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are not finite."""
+    forward = runner.forward
+    monkeypatch.setattr(runner, "forward", lambda batch: forward(batch) * float("nan"))
+
+
+def test_a_target_that_gives_no_numbers_is_an_error(
+    target: ModelRunner, draft: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(target, monkeypatch)
+    with pytest.raises(StepError, match="request 1 are not finite"):
+        rejection.decode(target, draft, GenerationRequest("1", prompts[0]), 4)
+    assert target.pool.used_pages == draft.pool.used_pages == 0
+
+
+def test_a_draft_that_gives_no_numbers_guesses_nothing(
+    target: ModelRunner, draft: ModelRunner, prompts: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = GenerationRequest("", prompts[0], SamplingParams(1.0, max_tokens=8, ignore_eos=True))
+    spoil(draft, monkeypatch)
+    found = rejection.decode(target, draft, request, 4)
+    assert (len(found.tokens), found.tried, found.steps) == (8, 0, 8)
