@@ -40,8 +40,8 @@ def compiled(function: F, long: bool = False, exact: bool = False) -> F:
     long: it lets other threads run meanwhile, and may add up and multiply in another order to be faster, unless it is exact:
     compilers may choose that anew for each caller that it becomes part of.
 
-    Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is: slower, but not different,
-    such sums apart.
+    Beside an engine that doesn't bring numba (cluster.vllm_proposer), the function stays as it is: slower, and other than in
+    such sums not different.
     """
     if not COMPILES:
         return function

@@ -25,8 +25,8 @@ _AT_ONCE = 4  # nodes looked up in a step
 _PLACES = 16  # looked at in other texts
 _ROOM = 4  # chains that fit in a tree
 _LEARN = 0.05  # weight of the newest lookup
-_IN_VAIN = 8  # wrong guesses in a row in a session, after which it looks up rarely
-_LOOK_AGAIN = 4  # then: every so many commits
+_IN_VAIN = 8  # lookups of no use in a row in a session, after which it looks up rarely
+_LOOK_AGAIN = 8  # then: every so many commits
 _FIRST_ROOM = 256  # tokens behind a text's first ones
 _NO_OTHERS = Past(0)
 
@@ -94,7 +94,7 @@ class Lookup:
         self._earned = earned
         self._count = count
         self._guess: tuple[int, int, bool] | None = None  # tokens matched, the token that followed; whether it was hung
-        self._wrong = 0  # guesses since the last one that was of use, less the right ones that were not hung
+        self._vain = 0  # lookups since the last one of use, whose guess was hung and right
         self._commits = 0
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -105,7 +105,8 @@ class Lookup:
             matched, guessed, hung = self._guess
             right = guessed == tokens[0]
             self._earned.learn(self._greedy, matched, right)
-            self._wrong = min(self._wrong + 1, _IN_VAIN) if not right else 0 if hung else max(self._wrong - 1, 0)
+            if right:  # one that was not hung: perhaps the next one is
+                self._vain = 0 if hung else min(self._vain, _IN_VAIN - 1)
             self._guess = None
         self._commits += 1
         self._text.extend(tokens)
@@ -113,14 +114,15 @@ class Lookup:
     def hang(self, tree: TokenTree, doubtful: float = DOUBTFUL) -> None:
         """Hangs what followed the last tokens earlier below the root, unless lookups are right less often than `doubtful`.
 
-        Looking takes time too: where one guess after the other was wrong, it is only done now and then.
+        Looking takes time too: where one lookup after the other was of no use, it is only done now and then.
         """
-        if self._count and (self._wrong < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
+        if self._count and (self._vain < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
             text = self._text.tokens, self._text.count, self._text.longest
             right = self._earned.right(self._greedy)
             found = _hang(text, self._others.chains, right, doubtful, self._count, tree.nodes, tree.size)
             matched, guess, hung, tree.size = found
             self._guess = (matched, guess, hung) if matched else None
+            self._vain += 1
 
 
 @compiled
