@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+import pydantic_core
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from deployments.fields import TextModel
+from deployments.fields import TextModel, text_tokens
 from deployments.openai import ChatRequest, FunctionCall, Message, NamedTool, Tool
 from engine.types import Grammar, InvalidRequest, require
 
@@ -44,31 +45,34 @@ _OURS = {"messages", *signature(PreTrainedTokenizerFast.apply_chat_template).par
 
 
 def chat_prompt(
-    model: TextModel, messages: Sequence[Message], tools: Sequence[Tool] = (), values: Mapping[str, Any] | None = None
+    model: TextModel,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    values: Mapping[str, Any],
+    add_special_tokens: bool,
 ) -> tuple[int, ...]:
     """The token ids of a conversation up to where the answer begins. Raises InvalidRequest when the template refuses it.
 
-    values: for the template, by the names that it knows.
+    values: for the template, by the names that it knows. add_special_tokens: around what the template writes.
     """
     template = None if model.tokenizer.chat_template else DEFAULT_TEMPLATE
-    taken = [name for name in values or () if name in _OURS]
+    taken = [name for name in values if name in _OURS]
     require(not taken, "chat_template_kwargs", f"{', '.join(taken)[:100]} can't be said here")
     developers = template is not None or "developer" in str(model.tokenizer.chat_template)
     try:
-        tokens = model.tokenizer.apply_chat_template(
+        text = model.tokenizer.apply_chat_template(
             [_for_template(message, developers) for message in messages],
             tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
             chat_template=template,
             add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **(values or {}),
+            tokenize=False,
+            **values,
         )
     except TemplateError as error:
         raise InvalidRequest("messages", f"the model's chat template refuses them: {str(error)[:200]}") from None
     except Exception:  # noqa: BLE001  a template is a program; whatever it trips over are these messages
         raise InvalidRequest("messages", "the model's chat template can't take them") from None
-    return tuple(tokens)
+    return text_tokens(str(text), model, add_special_tokens)
 
 
 def _for_template(message: Message, developers: bool) -> dict[str, Any]:
@@ -88,8 +92,8 @@ def _for_template(message: Message, developers: bool) -> dict[str, Any]:
 
 def _object(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError:
         return text
 
 
@@ -133,14 +137,13 @@ def _moved(schema: Any, root: str) -> Any:
 def parse_call(text: str) -> FunctionCall | None:
     """The call that a text is, if it is one."""
     call = _object(text.strip())
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)):
         return None
-    arguments = call.get("arguments", {})
-    return (
-        FunctionCall(name=call["name"], arguments=json.dumps(arguments, ensure_ascii=False))
-        if isinstance(arguments, dict)
-        else None
-    )
+    try:
+        arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a number without a value, such as 1e999
+        return None
+    return FunctionCall(name=call["name"], arguments=arguments)
 
 
 class WholeCall:
@@ -174,14 +177,9 @@ class TaggedCalls:
         self._held += text
         found: list[str | FunctionCall] = []
         while (start := self._held.find(OPEN)) >= 0 and (end := self._held.find(CLOSE, start)) >= 0:
-            self._say(self._held[:start], found)
-            call = parse_call(self._held[start + len(OPEN) : end])
-            end += len(CLOSE)
-            if call is not None:
-                self._call(call, found)
-            else:
-                self._say(self._held[start:end], found)
-            self._held = self._held[end:]
+            if not self._take_call(end, found):
+                self._say(self._held[: end + len(CLOSE)], found)
+            self._held = self._held[end + len(CLOSE) :]
         certain = start if start >= 0 else len(self._held) - _begun(self._held)
         self._say(self._held[:certain], found)
         self._held = self._held[certain:]
@@ -190,15 +188,23 @@ class TaggedCalls:
     def flush(self) -> list[str | FunctionCall]:
         """What was held back."""
         found: list[str | FunctionCall] = []
-        before, tag, behind = self._held.partition(OPEN)
-        call = parse_call(behind) if tag else None  # the output may end before its closing tag
-        if call is not None:
-            self._say(before, found)
-            self._call(call, found)
-        else:
+        if not self._take_call(len(self._held), found):  # the output may end before its closing tag
             self._say(self._held, found)
         self._held = ""
         return found
+
+    def _take_call(self, end: int, found: list[str | FunctionCall]) -> bool:
+        """Tells of the call that ends here, and of the text before it; whether there is one.
+
+        It begins at the first opening tag, or else at the last one: those before may be text about tags.
+        """
+        for start in (self._held.find(OPEN, 0, end), self._held.rfind(OPEN, 0, end)):
+            call = parse_call(self._held[start + len(OPEN) : end]) if start >= 0 else None
+            if call is not None:
+                self._say(self._held[:start], found)
+                self._call(call, found)
+                return True
+        return False
 
     def _call(self, call: FunctionCall, found: list[str | FunctionCall]) -> None:
         if self._most is None or self._called < self._most:

@@ -35,8 +35,17 @@ Placement = Literal["auto", "separate", "shared"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 KVTokens = Annotated[int, Field(ge=LEAST_KV_TOKENS, le=MOST_KV_TOKENS)]
-# Absolute: replicas run in folders of their own.
-Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+
+
+def _absolute(path: Path) -> Path:
+    """Replicas run in folders of their own. Raises ValueError for the home of a user who is not known here."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+Folder = Annotated[Path, AfterValidator(_absolute)]
 File = Folder
 
 

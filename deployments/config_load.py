@@ -1,7 +1,7 @@
 """Configurations of serving: read, chosen and checked once, before anything slow. Errors are one line that names a field."""
 
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,9 @@ def _check_documents(where: str, documents: Path | None) -> None:
 
 def _our_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the one application of ours in a configuration of Serve's."""
-    applications: Iterable[Any] = values["applications"] or []
+    applications = values["applications"] or []
+    if not isinstance(applications, list):
+        raise ConfigError("applications: must be a list")
     ours = [each for each in applications if isinstance(each, dict) and each.get("import_path") == BUILDER]
     if len(ours) != 1:
         raise ConfigError(f"applications: {len(ours)} have the import_path {BUILDER}; there must be one")

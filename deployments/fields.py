@@ -1,5 +1,6 @@
 """What a client may ask for, whatever the protocol: the one validator of HTTP, gRPC and the command line."""
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,10 +30,12 @@ _DRAWN_SEEDS = 2**53  # seeds drawn here stay exact in clients that read numbers
 
 Model = TypeVar("Model", bound=BaseModel)
 Served = TypeVar("Served")
+Item = TypeVar("Item")
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict()]  # integers too
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
+Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]  # of megabytes that are wrong, one error is told, not each
 
 
 class ContextExceeded(InvalidRequest):
@@ -68,10 +71,15 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _known_prompt(value: Any) -> Any:
-    if not isinstance(value, str | list | tuple):
-        raise ValueError("must be a string or a list of token ids")
+def known_prompt(value: Any) -> Any:
+    """A prompt as it is; raises ValueError for what is none."""
+    ids = isinstance(value, list | tuple) and all(type(token) is int for token in value)
+    if not (ids or isinstance(value, str)):
+        raise ValueError("must be a text or a list of token ids")
     return value
+
+
+Prompt = Annotated[Text | Many[Int], BeforeValidator(known_prompt, Text | list[Int])]
 
 
 def _biases(value: Any) -> Any:
@@ -107,14 +115,16 @@ class Sampling(NullsAreAbsent):
     min_p: Number = 0.0
     seed: Int | None = None  # None: drawn at random
     n: Annotated[Int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed, Text | list[Text])] = ()
-    stop_token_ids: tuple[Int, ...] = ()
+    stop: Annotated[Many[Text], BeforeValidator(_listed, Text | list[Text])] = ()
+    stop_token_ids: Many[Int] = ()
     ignore_eos: Flag = False
     repetition_penalty: Number = 1.0
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
-    logit_bias: Annotated[dict[Int, Number], BeforeValidator(_biases, dict[Text, Number])] = Field(default_factory=dict)
-    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_listed, Text | list[Text])] = ()
+    logit_bias: Annotated[dict[Int, Number], Field(fail_fast=True), BeforeValidator(_biases, dict[Text, Number])] = (
+        Field(default_factory=dict)
+    )
+    bad_words: Annotated[Many[Text], BeforeValidator(_listed, Text | list[Text])] = ()
 
 
 class GenerationFields(Sampling):
@@ -122,12 +132,12 @@ class GenerationFields(Sampling):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    prompt: Annotated[Text | tuple[Int, ...], BeforeValidator(_known_prompt)]
+    prompt: Prompt
     max_tokens: Int | None = None  # None: as many as the context has room for
     logprobs: Int | None = None  # report each token's log probability, and of so many likeliest ones
     grammar: Grammar | None = None
     window: Text = ""  # what is verified in a step; none: what the model's configuration says
-    documents: tuple[Text, ...] = ()  # texts that the output may quote, which the prompt doesn't hold
+    documents: Many[Text] = ()  # texts that the output may quote, which the prompt doesn't hold
 
 
 def validated(kind: type[Model], values: Any) -> Model:
@@ -143,8 +153,10 @@ def validated(kind: type[Model], values: Any) -> Model:
 
 
 def _plain(message: str) -> str:
-    """A message of pydantic's as the others here are."""
+    """A message of pydantic's as the others here are, in words of JSON."""
     message = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("Tuple should", "must").replace("valid tuple", "list")
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message)
     return message[:1].lower() + message[1:]
 
 
@@ -158,13 +170,17 @@ def find_model(models: Mapping[str, Served], name: str | None) -> Served:
     return models[name]
 
 
+def text_tokens(text: str, model: TextModel, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """The token ids of a text. Raises InvalidRequest, or ContextExceeded where they would be too many in any case."""
+    if len(text) > model.longest_prompt:  # to tokenize it would be work for nothing
+        raise ContextExceeded("prompt", f"has {len(text)} characters; the model's context is {model.context} tokens")
+    _check_encodable("prompt", text)
+    return tuple(model.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
 def prompt_tokens(prompt: str | tuple[int, ...], model: TextModel) -> tuple[int, ...]:
     """The token ids of a prompt. Raises InvalidRequest, or ContextExceeded when no output would fit behind it."""
-    if isinstance(prompt, str) and len(prompt) > model.longest_prompt:  # to tokenize it would be work for nothing
-        raise ContextExceeded("prompt", f"has {len(prompt)} characters; the model's context is {model.context} tokens")
-    if isinstance(prompt, str):
-        _check_encodable("prompt", prompt)
-    tokens = tuple(model.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
+    tokens = text_tokens(prompt, model) if isinstance(prompt, str) else prompt
     require(bool(prompt) and bool(tokens), "prompt", "must not be empty")
     known = min(tokens) >= 0 and max(tokens) < model.vocab_size
     require(known, "prompt", f"token ids must be between 0 and {model.vocab_size - 1}")

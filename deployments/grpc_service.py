@@ -3,11 +3,12 @@
 Ray Serve's proxy cancels a method's task when its client goes away or its deadline passes; that ends the work.
 """
 
-import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -86,14 +87,16 @@ class GrpcMethods:
 
     async def Generate(self, request: bytes, grpc_context: Context) -> AsyncGenerator[pb.GenerateChunk]:
         """The chunks of all samples. Raises CallFailed."""
+        arrived = time.monotonic()
         with _failing(grpc_context):
             salt = self._admit(grpc_context)
             message = _parse(pb.GenerateRequest, request, self._max_bytes)
             model = find_model(self._models, message.model or None)
             self._service.admit(model)
             fields = fields_of(message)
-            requests = await asyncio.to_thread(_make_requests, fields, model, salt)
-            async with aclosing(self._service.run_all(model, requests)) as pieces:
+            make = partial(_make_requests, fields, model, salt)
+            requests = await self._service.prepare(make, fields.grammar is not None, arrived)
+            async with aclosing(self._service.run_all(model, requests, arrived=arrived)) as pieces:
                 async for sample, piece in pieces:
                     yield chunk_of(sample, piece, requests[sample], model)
 

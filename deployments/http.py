@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -33,10 +34,18 @@ from deployments.asgi import (
 )
 from deployments.chat import TaggedCalls, WholeCall, chat_prompt, forced_call
 from deployments.errors import FORESEEN, ApiError, ErrorBody, as_api_error
-from deployments.fields import GenerationFields, Sampling, draw_seed, find_model, make_requests, validated
+from deployments.fields import (
+    GenerationFields,
+    Sampling,
+    draw_seed,
+    find_model,
+    make_requests,
+    text_tokens,
+    validated,
+)
 from deployments.keys import ApiKeys, bearer
 from deployments.logprobs import TokenTexts
-from deployments.service import ServedModel, Service, Unavailable
+from deployments.service import Result, ServedModel, Service, Unavailable
 from engine.types import GenerationRequest, InvalidRequest, require
 
 Ready = Callable[[], bool | Awaitable[bool]]
@@ -106,9 +115,7 @@ class Api:
         """Continues prompts."""
         body, model = await self._asked(request, openai.CompletionRequest)
         with _named({"grammar": "response_format", **_OURS}):
-            job, echo = await asyncio.to_thread(
-                _completion_job, f"cmpl-{request_id(request)}", body, model, request.state.salt
-            )
+            job, echo = await self._prepared(request, body, model, _completion_job, "cmpl")
         return await self._answer(request, body, CompletionAnswer(job, self._texts_of(model), echo))
 
     async def chat(self, request: Request) -> Response:
@@ -119,20 +126,17 @@ class Api:
         with _named(
             {"prompt": "messages", "logprobs": "top_logprobs", "grammar": grammar, "max_tokens": limit, **_OURS}
         ):
-            job = await asyncio.to_thread(_chat_job, f"chatcmpl-{request_id(request)}", body, model, request.state.salt)
+            job = await self._prepared(request, body, model, _chat_job, "chatcmpl")
         readers = [_reader(body) for _ in job.requests]
         return await self._answer(request, body, ChatAnswer(job, self._texts_of(model), readers))
 
     async def tokenize(self, request: Request) -> Response:
         """A text, or a conversation, as token ids."""
-        body = validated(openai.TokenizeRequest, await read_json(request, self._max_body))
-        require((body.prompt is None) != (body.messages is None), "prompt", "give either a prompt or messages")
+        body = _parsed(openai.TokenizeRequest, await read_json(request, self._max_body))
         model = find_model(self._models, body.model)
-        tokens = await asyncio.to_thread(_tokens, body, model)
-        answer = shapes.Tokenized(count=len(tokens), max_model_len=model.context, tokens=tokens)
-        if body.return_token_strs:
-            answer.token_strs = [str(token) for token in model.tokenizer.convert_ids_to_tokens(tokens)]
-        return JSONResponse(answer.model_dump())
+        with _named({"prompt": "messages"} if body.messages is not None else {}):
+            answer = await asyncio.to_thread(_tokenized, body, model)
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids as a text."""
@@ -147,10 +151,20 @@ class Api:
         """The body of a request, and its model. A lone model that is full refuses it unread."""
         if len(self._models) == 1:
             self._service.admit(next(iter(self._models.values())))
-        body = _parsed(kind, await read_json(request, self._max_body))
+        values = await read_json(request, self._max_body)
+        request.state.arrived = time.monotonic()
+        body = _parsed(kind, values)
         model = find_model(self._models, body.model)
         self._service.admit(model)
         return body, model
+
+    async def _prepared(
+        self, request: Request, body: Any, model: ServedModel, make: Callable[..., Result], kind: str
+    ) -> Result:
+        """What is made of the body, on another thread: within the request's time, and while its client waits."""
+        job = partial(make, f"{kind}-{request_id(request)}", body, model, request.state.salt)
+        making = self._service.prepare(job, body.formed, request.state.arrived, body.paceline.timeout_s)
+        return await unless_gone(request, making)
 
     async def _answer(
         self, request: Request, body: openai.CompletionRequest | openai.ChatRequest, answer: Answer
@@ -159,7 +173,7 @@ class Api:
         are events.
         """
         job = answer.job
-        pieces = self._service.run_all(job.model, job.requests, body.paceline.timeout_s)
+        pieces = self._service.run_all(job.model, job.requests, body.paceline.timeout_s, request.state.arrived)
         if not body.stream:
             text = await unless_gone(request, answer.whole(pieces))
             return Response(text, media_type="application/json", headers=id_headers(request))
@@ -216,7 +230,9 @@ def _completion_job(
     given = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "grammar": body.grammar(), "seed": seed}
     requests, echo = [], []
     for at, prompt in enumerate(body.prompt):
-        requests += make_requests(_fields(body, prompt=prompt, **given), model, f"{unique}-{at}", salt)
+        bare = isinstance(prompt, str) and not body.add_special_tokens
+        read = text_tokens(str(prompt), model, add_special_tokens=False) if bare else prompt
+        requests += make_requests(_fields(body, prompt=read, **given), model, f"{unique}-{at}", salt)
         written = prompt if isinstance(prompt, str) else str(model.tokenizer.decode(list(prompt)))
         echo += [written if body.echo else ""] * body.n
     return _job(name, model, requests, body), echo
@@ -227,7 +243,7 @@ def _chat_job(name: str, body: openai.ChatRequest, model: ServedModel, salt: byt
     tools = () if body.tool_choice == "none" else body.tools
     fields = _fields(
         body,
-        prompt=chat_prompt(model, body.messages, tools, body.template_values),
+        prompt=chat_prompt(model, body.messages, tools, body.template_values, body.add_special_tokens),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=forced_call(body) or body.grammar(),
@@ -241,10 +257,17 @@ def _reader(body: openai.ChatRequest) -> TaggedCalls | WholeCall | None:
     return TaggedCalls(1 if not body.parallel_tool_calls else None) if body.tool_choice == "auto" else WholeCall()
 
 
-def _tokens(body: openai.TokenizeRequest, model: ServedModel) -> list[int]:
+def _tokenized(body: openai.TokenizeRequest, model: ServedModel) -> str:
+    """The answer as JSON. Raises InvalidRequest."""
+    special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
-        return list(chat_prompt(model, body.messages, body.tools, body.chat_template_kwargs))
-    return list(model.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
+        tokens = chat_prompt(model, body.messages, body.tools, body.template_values, special)
+    else:
+        tokens = text_tokens(body.prompt or "", model, special)
+    answer = shapes.Tokenized(count=len(tokens), max_model_len=model.context, tokens=list(tokens))
+    if body.return_token_strs:
+        answer.token_strs = [str(token) for token in model.tokenizer.convert_ids_to_tokens(answer.tokens)]
+    return answer.model_dump_json()
 
 
 def _card(model: ServedModel) -> shapes.ModelCard:

@@ -8,7 +8,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from deployments.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
-from engine.text import UNFINISHED
+from engine.text import UNFINISHED, special_tokens
 from engine.types import TokenLogprobs
 
 _LOWEST = -9999.0  # JSON has no -inf
@@ -26,17 +26,21 @@ class TokenTexts:
 
     def _text(self, token: int) -> str:
         """What a token alone stands for; a part of a character is the replacement character."""
-        text, written = str(self._tokenizer.decode([token])), str(self._tokenizer.convert_ids_to_tokens(token))
+        text, written = str(self._tokenizer.decode([token])), self._written(token)
         return f" {text}" if written == f"{_SPACE}{text}" and not self._byte_level else text
 
     def bytes(self, token: int) -> list[int]:
         """The bytes of a token, also when they are a part of a character."""
-        written = str(self._tokenizer.convert_ids_to_tokens(token))
+        written = self._written(token)
         if self._byte_level and all(character in _BYTES for character in written):
             return [_BYTES[character] for character in written]
         if byte := _ONE_BYTE.fullmatch(written):
             return [int(byte[1], 16)]
         return list(self.text(token).encode())
+
+    def _written(self, token: int) -> str:
+        """As the vocabulary has it: empty for the ids behind it that some models have."""
+        return str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def name(self, token: int) -> str:
         """Its text; of a part of a character, which has none, its bytes, as OpenAI's completions write them."""
@@ -46,7 +50,9 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes(token))
 
     def length(self, token: int) -> int:
-        """How many characters begin in it."""
+        """How many characters of the text begin in it: none in a special token."""
+        if token in special_tokens(self._tokenizer):
+            return 0
         return sum(byte & 0xC0 != 0x80 for byte in self.bytes(token))
 
     def completion(

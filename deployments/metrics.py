@@ -97,14 +97,18 @@ class MeasuredService(Service):
             raise
 
     async def run(
-        self, model: ServedModel, request: GenerationRequest, timeout_s: float | None = None
+        self,
+        model: ServedModel,
+        request: GenerationRequest,
+        timeout_s: float | None = None,
+        arrived: float | None = None,
     ) -> AsyncGenerator[Piece]:
         """See Service."""
         latencies = self._latencies[model.name]
         latencies.open += 1
         reason = "cancelled"
         try:
-            async with aclosing(_timed(super().run(model, request, timeout_s), latencies)) as pieces:
+            async with aclosing(_timed(super().run(model, request, timeout_s, arrived), latencies, arrived)) as pieces:
                 async for piece in pieces:
                     reason = piece.finish_reason or reason
                     latencies.resumed += piece.speculation.resumed if piece.speculation is not None else 0
@@ -127,11 +131,14 @@ class MeasuredService(Service):
             latencies.finished[reason] += 1
 
 
-async def _timed(pieces: AsyncGenerator[Piece], latencies: Latencies) -> AsyncGenerator[Piece]:
-    """The same pieces. Until one is asked for, its time does not run: a slow client is not the model's latency."""
+async def _timed(pieces: AsyncGenerator[Piece], latencies: Latencies, arrived: float | None) -> AsyncGenerator[Piece]:
+    """The same pieces. Until one is asked for, its time does not run: a slow client is not the model's latency.
+
+    arrived: when the request came; that of the first one runs since then.
+    """
     histogram = latencies.first_token
     async with aclosing(pieces):
-        waited = 0.0
+        waited = 0.0 if arrived is None else time.monotonic() - arrived
         while True:
             started = time.monotonic()
             piece = await anext(pieces, None)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from deployments.fields import Flag, Int, NullsAreAbsent, Number, Sampling, Text
+from deployments.fields import Flag, Int, Many, NullsAreAbsent, Number, Prompt, Sampling, Text, known_prompt
 from engine.types import MAX_LOGPROBS, Grammar, InvalidRequest, require
 
 MAX_PROMPTS = 32  # of one request
@@ -15,12 +15,15 @@ UNSUPPORTED = (  # fields that would change the output, and are not done here: b
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf"),
     *("json_schema", "audio", "prediction", "chat_template", "echo_logprobs", "prompt_embeds"),
     *("continue_final_message", "include_stop_str_in_output", "allowed_token_ids", "truncate_prompt_tokens"),
+    *("documents", "return_tokens_as_token_ids", "web_search_options"),
 )
 AS_THEY_ARE: dict[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "add_generation_prompt": True,
     "modalities": ["text"],
+    "verbosity": "medium",
+    "length_penalty": 1.0,
 }
 
 
@@ -35,15 +38,21 @@ class PacelineOptions(NullsAreAbsent):
 
     stats: Flag = False  # answer with the seed used, and with what speculation did
     timeout_s: Annotated[Number, Field(gt=0)] | None = None  # when shorter than the server's own
-    documents: tuple[Text, ...] = ()  # texts that the output may quote; with one prompt
+    documents: Many[Text] = ()  # texts that the output may quote; with one prompt
     window: Text = ""  # what is verified in a step; none: what the model's configuration says
+
+
+def _schema(value: Any) -> Any:
+    if not isinstance(value, dict | bool):
+        raise ValueError("must be a JSON schema")
+    return value
 
 
 class JsonSchemaFormat(NullsAreAbsent):
     """A named schema."""
 
     name: Text = "output"
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: Annotated[dict[str, Any] | bool, BeforeValidator(_schema, dict[str, Any] | bool)] = Field(alias="schema")
     strict: Flag = True  # the output follows the schema in any case
 
 
@@ -78,6 +87,11 @@ class _Request(Sampling):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def formed(self) -> bool:
+        """Whether the output has to look like something: a grammar is compiled for it."""
+        return self.response_format is not None and self.response_format.type != "text"
+
     def grammar(self) -> Grammar | None:
         """What the output has to look like. Raises InvalidRequest."""
         return self.response_format.grammar() if self.response_format is not None else None
@@ -103,12 +117,8 @@ def refuse_unsupported(values: dict[str, Any]) -> None:
 
 def _prompts(value: Any) -> Any:
     """One or several prompts, each a text or token ids, as a list of prompts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a text, token ids, or a list of one kind of them, and not empty")
-    if not isinstance(value[0], str | list):
-        return [value]
+    if not isinstance(value, list) or not value or not isinstance(value[0], str | list):
+        return [known_prompt(value)]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} prompts")
     if len({type(prompt) for prompt in value}) > 1:
@@ -119,19 +129,11 @@ def _prompts(value: Any) -> Any:
 _PromptForms = Text | list[Int] | list[Text] | list[list[Int]]
 
 
-def _one_prompt(value: Any) -> Any:
-    if not isinstance(value, str | list):
-        raise ValueError("must be a text or a list of token ids")
-    return value
-
-
-_Prompt = Annotated[Text | tuple[Int, ...], BeforeValidator(_one_prompt)]
-
-
 class CompletionRequest(_Request):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[tuple[_Prompt, ...], BeforeValidator(_prompts, _PromptForms)]
+    prompt: Annotated[Many[Prompt], BeforeValidator(_prompts, _PromptForms)]
+    add_special_tokens: Flag = True  # to prompts that are texts
     max_tokens: Int = 16
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: Flag = False  # the prompt comes first in the text
@@ -186,7 +188,7 @@ class Message(NullsAreAbsent):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, BeforeValidator(_text_parts, Text | list[TextPart])] | None = None
     name: Text | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: Many[ToolCall] = ()
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
@@ -226,27 +228,21 @@ class NamedTool(BaseModel):
 
 
 def _tool_choice(value: Any) -> Any:
-    if isinstance(value, dict) or value in ("none", "auto", "required"):
+    function = (
+        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
+    )
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    if named or value in ("none", "auto", "required"):
         return value
-    raise ValueError("must be 'none', 'auto', 'required' or name a function")
+    form = '{"type": "function", "function": {"name": ...}}'
+    raise ValueError(f"must be 'none', 'auto', 'required' or {form}")
 
 
-class ChatRequest(_Request):
-    """The body of POST /v1/chat/completions."""
+class _Chat(NullsAreAbsent):
+    """What becomes a prompt by the chat template."""
 
-    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
-    max_tokens: Int | None = None  # None: as many as the context has room for
-    max_completion_tokens: Int | None = None  # the newer name
-    logprobs: Flag = False
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS)] = ()
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_tool_choice, Text | NamedTool)
-    ] = "auto"
-    parallel_tool_calls: Flag = True  # false: of several calls only the first is answered
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # as vLLM's: what the model's template asks for
     reasoning_effort: Text | None = None  # for the template too
-    echo: Flag = False
 
     @property
     def template_values(self) -> dict[str, Any]:
@@ -254,16 +250,41 @@ class ChatRequest(_Request):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **self.chat_template_kwargs}
 
+
+class ChatRequest(_Request, _Chat):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    add_special_tokens: Flag = False  # around what the template writes
+    max_tokens: Int | None = None  # None: as many as the context has room for
+    max_completion_tokens: Int | None = None  # the newer name
+    logprobs: Flag = False
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] = ()
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_tool_choice, Text | NamedTool)
+    ] = "auto"
+    parallel_tool_calls: Flag = True  # false: of several calls only the first is answered
+    echo: Flag = False
+
+    @property
+    def forced(self) -> bool:
+        """Whether a call is insisted on."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def formed(self) -> bool:
+        """See _Request."""
+        return super().formed or self.forced
+
     def check(self) -> None:
         """See _Request."""
         super().check()
         require(not self.echo, "echo", "is not supported")
         require(self.logprobs or self.top_logprobs is None, "top_logprobs", "only with logprobs")
-        forced = self.tool_choice not in ("none", "auto")
-        require(bool(self.tools) or not forced, "tool_choice", "only with tools")
-        formed = self.response_format is not None and self.response_format.type != "text"
+        require(bool(self.tools) or not self.forced, "tool_choice", "only with tools")
         calls = self.tools and self.tool_choice == "auto"  # which the format would leave no room for
-        require(not (formed and calls), "response_format", "not together with tools, but with tool_choice 'none'")
+        require(not (self.formed and calls), "response_format", "not together with tools, but with tool_choice 'none'")
         names = [tool.function.name for tool in self.tools]
         require(len(set(names)) == len(names), "tools", "each function needs a name of its own")
         if isinstance(self.tool_choice, NamedTool):
@@ -275,20 +296,23 @@ class ChatRequest(_Request):
 # --- the others
 
 
-class TokenizeRequest(NullsAreAbsent):
+class TokenizeRequest(_Chat):
     """The body of POST /tokenize: a prompt, or messages as the chat template writes them."""
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[tuple[Message, ...], Field(min_length=1)] | None = None
-    tools: Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS)] = ()  # with messages
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # with messages
-    add_special_tokens: Flag = True  # of prompts
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] = ()  # with messages
+    add_special_tokens: Flag | None = None  # where they are not named: as /v1/completions, /v1/chat/completions do
     return_token_strs: Flag = False
+
+    def check(self) -> None:
+        """What fields say together. Raises InvalidRequest."""
+        require((self.prompt is None) != (self.messages is None), "prompt", "give either a prompt or messages")
 
 
 class DetokenizeRequest(NullsAreAbsent):
     """The body of POST /detokenize."""
 
     model: Text | None = None
-    tokens: tuple[Int, ...]
+    tokens: Many[Int]

@@ -11,15 +11,18 @@ from engine.types import InvalidRequest, require
 
 MAX_PROPERTIES = 500  # of all objects in a schema together
 MAX_DEPTH = 64
+MAX_CHARACTERS = 25_000  # of names and values, of all of a schema together: the time to compile is that squared
 MAX_LENGTHS = 5000  # bounds of lengths and counts, of all of a schema together: more take seconds to compile
 _NAMED = ("properties", "$defs", "definitions")  # keywords whose keys are names of the client's
 _VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
 _EXPRESSIONS = ("pattern", "patternProperties")
 _IGNORED = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas"),
-    *("contains", "uniqueItems", "multipleOf", "propertyNames", "$dynamicRef"),
+    *("contains", "minContains", "maxContains", "uniqueItems", "additionalItems", "multipleOf"),
+    *("propertyNames", "dependencies", "$dynamicRef"),
 )
 _BOUNDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_COUNTS = {"minProperties", "maxProperties"}
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _ALONE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum")  # what the grammar follows is the first of these alone
 _SAYING = (
@@ -43,7 +46,7 @@ def check_schema(text: str) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidRequest("grammar", "the schema is not JSON") from None
-    properties = lengths = 0
+    properties = lengths = characters = 0
     places = set()
     references = set()
     for place, node in _schemas(schema, "#", 0):
@@ -51,11 +54,33 @@ def check_schema(text: str) -> None:
         places.add(place)
         references.add(node.get("$ref", "#"))
         properties += len(node.get("properties", ()))
-        lengths += max(node.get(key, 0) for key in _BOUNDS)
+        lengths += _lengths(node)
+        characters += _characters(node)
     astray = references - places  # as into a value, where nobody looks for what is not taken
     require(not astray, "grammar", "$ref must name a schema inside the schema, as in #/$defs/name")
     require(properties <= MAX_PROPERTIES, "grammar", f"at most {MAX_PROPERTIES} properties")
     require(lengths <= MAX_LENGTHS, "grammar", f"its lengths and counts may add up to {MAX_LENGTHS}")
+    require(characters <= MAX_CHARACTERS, "grammar", f"at most {MAX_CHARACTERS} characters in names and values")
+
+
+def _lengths(node: dict[str, Any]) -> int:
+    """A schema's own bounds, and what takes as long to compile as so many."""
+    properties = len(node.get("properties", ()))
+    counted = properties**2 if _COUNTS & node.keys() else 0  # behind each of them, so many may have come
+    bounds: int = max(node.get(key, 0) for key in _BOUNDS)
+    return bounds + counted + 10 * any(key in node for key in _LIMITS)
+
+
+def _characters(node: dict[str, Any]) -> int:
+    """Of a schema's own names and values. Names take longer where they are counted, or others may come too."""
+    names = sum(map(len, node.get("properties", ())))
+    values = sum(len(json.dumps(node[key])) for key in ("const", "enum") if key in node)
+    return names * (10 if _open(node) or _COUNTS & node.keys() else 1) + values
+
+
+def _open(node: dict[str, Any]) -> bool:
+    """Whether an object may have properties that are not named."""
+    return node.get("additionalProperties", node.get("unevaluatedProperties", False)) is not False
 
 
 def _schemas(node: Any, place: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -136,7 +161,7 @@ def _check_required(node: dict[str, Any]) -> None:
     required, properties = node.get("required", []), node.get("properties", {})
     shaped = isinstance(required, list) and isinstance(properties, dict)
     require(shaped, "grammar", "required must be a list of names, properties an object")
-    if node.get("additionalProperties") is False:
-        require(
-            set(map(str, required)) <= set(properties), "grammar", "a required property is not among the properties"
-        )
+    known = set(map(str, required)) <= set(properties)
+    require(known, "grammar", "a required property is not among the properties")
+    repeated = _open(node) and node.get("minProperties", 0) > 1  # a name that comes twice would count twice
+    require(not repeated, "grammar", "minProperties above 1 is not supported beside additionalProperties")

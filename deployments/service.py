@@ -5,10 +5,11 @@ HTTP and gRPC both end here; Ray Serve, or one replica in this process, stands b
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from cluster.intake import Closed, Overloaded
 from cluster.target import TARGET_FAILED
@@ -19,6 +20,10 @@ from engine.types import GenerationRequest, InvalidRequest, TokenChunk, TokenLog
 _PIECES = 16  # of each sample that a slow client leaves unread; generation waits then
 _PAUSE_S = 0.1  # before going on elsewhere; twice as long each time that brings nothing
 _LONGEST_PAUSE_S = 2.0
+_COMPILERS = 2  # threads for grammars: clients could keep any number of them busy
+_GRAMMAR_S = 15.0  # for what takes longer than any sensible grammar, the reading of a vocabulary included
+
+Result = TypeVar("Result")
 
 
 class ReplicaLost(RuntimeError):
@@ -101,7 +106,10 @@ class _Output:
     open_step: bool = False  # the last token was the draft's: its step may not have ended with it
 
     def take(self, chunk: TokenChunk) -> Piece:
-        """The next piece. What follows a stop string in a chunk is cut off; raises GenerationFailed or ReplicaLost."""
+        """The next piece. What follows a stop string in a chunk is cut off; raises GenerationFailed or ReplicaLost.
+
+        An end token is one of the piece's tokens, but none of its text.
+        """
         if chunk.finish_reason == "cancelled" or chunk.error == TARGET_FAILED:
             finish: Literal["stop", "length"] | None = None  # by the replica, not by us: its tokens count
         elif chunk.finish_reason == "error":
@@ -110,8 +118,9 @@ class _Output:
             finish = chunk.finish_reason
         texts, used = [], 0
         for token, origin in zip(chunk.tokens, chunk.origins, strict=True):
-            texts.append(self.text.push(token))
             used += 1
+            ended = chunk.finish_reason == "stop" and used == len(chunk.tokens)
+            texts.append(self.text.end(token) if ended else self.text.push(token))
             self.tokens.append(token)
             self.accepted += origin == "draft"
             self.open_step = origin == "draft"
@@ -150,6 +159,7 @@ class Service:
         self._resumes, self._full_s = resumes, full_s
         self._full: dict[str, float] = {}  # models that just refused a request, and until when that counts
         self._draining = False
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="paceline-grammars")
 
     def drain(self) -> None:
         """Admits no more requests; those that run go on."""
@@ -170,16 +180,44 @@ class Service:
         if time.monotonic() < self._full.get(model.name, 0.0):
             raise Overloaded("other requests are waiting already")
 
+    async def prepare(
+        self, make: Callable[[], Result], grammar: bool, arrived: float, timeout_s: float | None = None
+    ) -> Result:
+        """What `make` makes of a client's fields, on another thread, in the request's time: see `run`.
+
+        grammar: it compiles one, which can take long: on threads of their own, and for so long only. Raises
+        DeadlineExceeded, and what `make` does.
+        """
+        deadline = self._deadline(arrived, timeout_s)
+        loop = asyncio.get_running_loop()
+        if grammar:
+            deadline = min(deadline, loop.time() + _GRAMMAR_S)
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await loop.run_in_executor(self._compilers if grammar else None, make)
+        except TimeoutError:
+            what = "the grammar took longer to compile" if grammar else "the request took longer"
+            raise DeadlineExceeded(f"{what} than it may") from None
+
+    def _deadline(self, arrived: float | None, timeout_s: float | None) -> float:
+        """In the loop's time."""
+        seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        passed = 0.0 if arrived is None else time.monotonic() - arrived
+        return asyncio.get_running_loop().time() + seconds - passed
+
     async def run(
-        self, model: ServedModel, request: GenerationRequest, timeout_s: float | None = None
+        self,
+        model: ServedModel,
+        request: GenerationRequest,
+        timeout_s: float | None = None,
+        arrived: float | None = None,
     ) -> AsyncGenerator[Piece]:
         """The pieces of one sample; closing the iterator cancels the request.
 
-        timeout_s: when shorter than the service's own. Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded
-        or GenerationFailed.
+        timeout_s: when shorter than the service's own. arrived: when the request came, by time.monotonic; None: now.
+        Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded or GenerationFailed.
         """
-        seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        deadline = asyncio.get_running_loop().time() + seconds
+        deadline = self._deadline(arrived, timeout_s)
         params = request.params
         output = _Output(request, OutputText(model.tokenizer, params.stop, params.min_tokens, request.prompt))
         failures = 0
@@ -211,11 +249,15 @@ class Service:
             await _pause(failures, deadline)
 
     async def run_all(
-        self, model: ServedModel, requests: Sequence[GenerationRequest], timeout_s: float | None = None
+        self,
+        model: ServedModel,
+        requests: Sequence[GenerationRequest],
+        timeout_s: float | None = None,
+        arrived: float | None = None,
     ) -> AsyncGenerator[tuple[int, Piece]]:
         """(index of the request, piece) of several samples at the same time; the first error ends them all. See `run`."""
         if len(requests) == 1:
-            async with aclosing(self.run(model, requests[0], timeout_s)) as pieces:
+            async with aclosing(self.run(model, requests[0], timeout_s, arrived)) as pieces:
                 async for piece in pieces:
                     yield 0, piece
             return
@@ -223,7 +265,7 @@ class Service:
 
         async def pump(index: int, request: GenerationRequest) -> None:
             try:
-                async with aclosing(self.run(model, request, timeout_s)) as pieces:
+                async with aclosing(self.run(model, request, timeout_s, arrived)) as pieces:
                     async for piece in pieces:
                         await queue.put((index, piece))
             except Exception as error:  # noqa: BLE001  raised again where the pieces are read

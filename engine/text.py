@@ -1,6 +1,7 @@
 """Tokens to text and back: loading a tokenizer, incremental detokenising, stop strings."""
 
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 
@@ -165,6 +166,19 @@ class OutputText:
             self._free -= 1
             return text
         return self._stops.push(text)
+
+    def end(self, token: int) -> str:
+        """The rest, behind which this token ended the output: by a stop string that it completes, or by itself.
+
+        By itself, as an end token, it is no text.
+        """
+        before = self._stream.flush()
+        stops = copy(self._stops)
+        cut = stops.push(self._stream.push(token) + self._stream.flush())
+        if stops.stopped:
+            self._stops = stops
+            return cut
+        return self._stops.push(before) + self._stops.flush()
 
     def flush(self) -> str:
         """What was held back, when the stream ended for another reason."""

@@ -1,5 +1,6 @@
 """Tool calls out of a text, however it comes in pieces; and the grammar of those that are insisted on."""
 
+import pytest
 import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,31 @@ def test_space_within_a_text_behind_a_call_stays() -> None:
     calls = TaggedCalls()
     told = [item for piece in (CALL, "\n", "Done.", "\n\n", "Next", "\n") for item in calls.push(piece)]
     assert told[1:] + calls.flush() == ["\nDone.", "\n\nNext"]
+
+
+@pytest.mark.parametrize("end", [CLOSE, ""])
+def test_a_call_behind_text_about_tags_is_one(end: str) -> None:
+    text = f"I use {OPEN} tags: "
+    assert read([f"{text}{CALL.removesuffix(CLOSE)}{end}"]) == [text, FunctionCall(name="count", arguments='{"to": 3}')]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "arguments": {"a": "\\ud800"}}',
+        '{"name": "\\udc00", "arguments": {}}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": [-Infinity]}}',
+        '{"name": "f", "arguments": {"a": 1e999}}',
+        '{"name": "f", "parameters": {"a": 1}}',
+        '{"name": "f"}',
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": 5, "arguments": {}}',
+    ],
+)
+def test_what_is_no_call_for_every_client_stays_text(call: str) -> None:
+    text = f"{OPEN}{call}{CLOSE}"
+    assert read([text]) == [text]
 
 
 def test_arguments_that_are_insisted_on_are_objects() -> None:

@@ -8,24 +8,28 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from fastapi.testclient import TestClient
+from ray import serve
 from ray.serve._private import constants
+from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 from starlette.routing import Route
 from typer.testing import CliRunner
 
 from deployments import cli
+from deployments import serve as serving
 from deployments.app import build, draft_config, registry_name, shared_tokens
 from deployments.config import ServeConfig, TargetOptions
 from deployments.config_load import ConfigError, check_config, chosen_config, load_config, on_gpus, parse_config
 from deployments.http import HttpSettings, make_app
 from deployments.ingress import context, fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
-from deployments.serve import DeployError, base_url, check_ports, gcs_address, run_server, serve_schema
+from deployments.serve import DeployError, base_url, check_ports, deploy, gcs_address, run_server, serve_schema
 from tests import exact
 
 PAIR_TARGET = {"checkpoint": str(exact.TARGET)}
@@ -175,6 +179,7 @@ def load_config_of(config: ServeConfig) -> ServeConfig:
             "models.0.target.replicas.threads: Input should be less than or equal to 1024",
         ),
         (("models", 0, "draft", "kv_tokens"), 512, "models.0.draft.kv_tokens: Input should be greater than or equal"),
+        (("models", 0, "target", "checkpoint"), "~nosuchuser/x", "models.0.target.checkpoint: Could not determine"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(path: tuple[str | int, ...], value: Any, message: str) -> None:
@@ -294,6 +299,7 @@ def test_api_keys_are_read_and_never_shown(tmp_path: Path) -> None:
         ("\0", "can't be read"),
         ("a: [", "can't be read"),
         ("applications: []", "0 have the import_path"),
+        ("applications: 5", "applications: must be a list"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -531,3 +537,28 @@ def test_ports_of_the_command_line_are_taken_as_they_are() -> None:
     assert chosen(8123, 0).grpc.port is None
     with pytest.raises(ConfigError, match=r"http.port"):
         chosen(0, None)
+
+
+def test_why_a_deployment_failed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "engine.checkpoint.ModelError: no-such-folder: config.json is missing"
+    trace = f"""The deployment failed to start 3 times in a row. Error: ray::ServeReplica:paceline:code-target()
+  File "/a/path/replica.py", line 1, in initialize
+    raise ModelError(message)
+{line}
+
+The above exception was the direct cause of the following exception:
+
+ray.exceptions.RayTaskError: ray::ServeReplica:paceline:code-target()
+"""
+    deployments = {"code-target": SimpleNamespace(message=trace), "code-draft": SimpleNamespace(message="")}
+    application = SimpleNamespace(
+        status=ApplicationStatus.DEPLOY_FAILED, message="2 deployments failed.", deployments=deployments
+    )
+    asked: list[object] = []
+    monkeypatch.setattr(serving, "_client", lambda: SimpleNamespace(deploy_apps=asked.append))
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={serving.APPLICATION: application}))
+    schema = serve_schema(parse_config({"models": [PAIR]}))
+    with pytest.raises(DeployError) as failed:
+        deploy(schema, lambda text: None)
+    assert str(failed.value) == line
+    assert asked == [schema]

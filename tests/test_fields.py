@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import xgrammar
+from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerFast
 from xgrammar.testing import _is_grammar_accept_string
 
@@ -19,10 +20,13 @@ from deployments.fields import (
     validated,
 )
 from deployments.keys import ApiKeys, Unauthorized, bearer
+from deployments.openai import ChatRequest, DetokenizeRequest
+from engine.grammar import Vocabulary
 from engine.noise import derive_seed
 from engine.types import GenerationRequest, Grammar, InvalidRequest
 
 NAN, INF = float("nan"), float("inf")
+TEXT = {"role": "user", "content": "x"}
 
 
 @pytest.fixture(scope="module")
@@ -123,39 +127,85 @@ def test_an_impossible_schema_is_refused(model: TextModel, value: Any) -> None:
     ("value", "forbidden"),
     [
         ({"minLength": 5, "type": "string"}, "a"),
-        ({"minLength": 5}, "a"),
-        ({"maxItems": 1}, [1, 2]),
-        ({"minimum": 5}, 3),
         ({"type": "number", "minimum": 5}, 4.9),
         ({"type": "integer", "exclusiveMinimum": 5}, 5),
         ({"type": ["string", "integer"], "minimum": 5}, 3),
-        ({"required": ["a"]}, {"b": 1}),
-        ({"type": "object", "required": ["a"]}, {"b": 1}),
+        ({"type": "object", "properties": {"a": {}}, "required": ["a"]}, {"b": 1}),
+        ({"type": "object", "additionalProperties": True, "minProperties": 1}, {}),
         ({"properties": {"a": {"type": "integer"}}}, {"a": "x"}),
         ({"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}, {"a": 1, "b": 1}),
         ({"type": "object", "unevaluatedProperties": False, "properties": {"a": {}}}, {"b": 1}),
         ({"type": "array", "prefixItems": [{"type": "string"}], "items": False}, ["a", 1]),
         ({"type": "string", "format": "date"}, "today"),
-        ({"type": "string", "format": "date", "maxLength": 3}, "2020-01-01"),
-        ({"type": "integer", "enum": ["a"]}, "a"),
-        ({"type": "integer", "enum": [True]}, True),
-        ({"type": "integer", "enum": [1, 2], "minimum": 2}, 1),
-        ({"type": "string", "const": "", "minLength": 1}, ""),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}], "type": "integer"}, "a"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}], "maxLength": 1}, "abc"),
-        ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, {}),
-        ({"allOf": [{"type": "string"}], "maxLength": 1}, "abc"),
-        ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {"type": "string"}}}, "abc"),
-        ({"$dynamicRef": "#a"}, 1),
     ],
 )
 def test_a_schema_that_is_taken_is_followed(model: TextModel, value: Any, forbidden: Any) -> None:
-    try:
-        made(model, grammar=schema(value))
-    except InvalidRequest:
-        return
+    made(model, grammar=schema(value))
     grammar = xgrammar.Grammar.from_json_schema(json.dumps(value))
     assert not _is_grammar_accept_string(grammar, json.dumps(forbidden))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"minLength": 5},
+        {"maxItems": 1},
+        {"minimum": 5},
+        {"required": ["a"]},
+        {"type": "object", "required": ["a"]},
+        {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+        {"type": "object", "properties": {"a": {}, "c": {}}, "required": ["a", "b"], "additionalProperties": True},
+        {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}},
+        {"type": "array", "items": {"type": "integer"}, "minContains": 2},
+        {"type": "array", "items": {"type": "integer"}, "maxContains": 2},
+        {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": {"type": "string"}},
+        {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2},
+        {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": True, "minProperties": 2},
+        {"type": "string", "format": "date", "maxLength": 3},
+        {"type": "integer", "enum": ["a"]},
+        {"type": "integer", "enum": [True]},
+        {"type": "integer", "enum": [1, 2], "minimum": 2},
+        {"type": "string", "const": "", "minLength": 1},
+        {"anyOf": [{"type": "string"}, {"type": "integer"}], "type": "integer"},
+        {"anyOf": [{"type": "string"}, {"type": "integer"}], "maxLength": 1},
+        {"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]},
+        {"allOf": [{"type": "string"}], "maxLength": 1},
+        {"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {"type": "string"}}},
+        {"$dynamicRef": "#a"},
+    ],
+)
+def test_a_schema_that_would_not_be_followed_is_refused(model: TextModel, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        made(model, grammar=schema(value))
+    assert caught.value.param == "grammar"
+
+
+def many(count: int, letters: int = 0) -> dict[str, Any]:
+    """So many properties, with names of about so many letters."""
+    return {f"p{at}".ljust(letters, "x"): {"type": "integer"} for at in range(count)}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "object", "properties": many(120), "minProperties": 60, "maxProperties": 119},
+        {"type": "object", "properties": many(100), "minProperties": 1},
+        {"type": "object", "properties": many(400), "maxProperties": 10},
+        {"type": "object", "properties": many(70, 300), "maxProperties": 69},
+        {"type": "object", "properties": many(350, 60), "additionalProperties": True},
+        {"type": "object", "properties": many(400, 400)},
+        {"enum": [f"{at}".ljust(100, "x") for at in range(1000)]},
+        {"anyOf": [{"const": f"{at}".ljust(100, "x")} for at in range(1000)]},
+        {"anyOf": [{"type": "number", "minimum": at, "maximum": at + 1e18} for at in range(1000)]},
+    ],
+)
+def test_a_schema_that_takes_long_to_compile_is_refused_unread(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    monkeypatch.setattr(Vocabulary, "compile", lambda *_: pytest.fail("it was compiled"))
+    with pytest.raises(InvalidRequest) as caught:
+        made(model, grammar=schema(value))
+    assert caught.value.param == "grammar"
 
 
 def test_a_schema_nested_without_end_is_refused(model: TextModel) -> None:
@@ -174,6 +224,9 @@ def test_a_schema_nested_without_end_is_refused(model: TextModel) -> None:
         {"type": ["string", "null"], "enum": ["a", None], "description": "one or none"},
         {"type": "number", "const": 1},
         {"$ref": "#/$defs/a", "description": "a", "$defs": {"a": {"type": "string"}}},
+        {"type": "object", "properties": many(20), "minProperties": 5, "maxProperties": 10},
+        {"type": "object", "properties": many(300), "required": list(many(300))},
+        {"enum": [f"value {at}" for at in range(1000)]},
         True,
     ],
 )
@@ -259,6 +312,24 @@ def test_every_field_arrives(model: TextModel, tokenizer: PreTrainedTokenizerFas
 def test_null_is_the_default(model: TextModel) -> None:
     fields = validated(GenerationFields, {"prompt": "x", "stop": None, "temperature": None, "logit_bias": None})
     assert (fields.stop, fields.temperature, fields.logit_bias) == ((), 1.0, {})
+
+
+def test_of_a_list_that_is_wrong_throughout_one_item_is_told() -> None:
+    """Pydantic makes an error for each of them, which takes seconds."""
+    lists: list[tuple[type[BaseModel], str]] = [
+        *((GenerationFields, field) for field in ("stop", "stop_token_ids", "bad_words", "documents", "logit_bias")),
+        (DetokenizeRequest, "tokens"),
+    ]
+    for kind, field in lists:
+        wrong = {str(at): "x" for at in range(1000)} if field == "logit_bias" else [1.5] * 1000
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate({"prompt": "x", field: wrong})
+        assert len(caught.value.errors()) == 1
+    message = {"role": "assistant", "tool_calls": [1] * 1000}
+    for body in ({"messages": [1] * 1000}, {"messages": [message]}, {"messages": [TEXT], "tools": [1] * 1000}):
+        with pytest.raises(ValidationError) as caught:
+            ChatRequest.model_validate(body)
+        assert len(caught.value.errors()) <= 2  # and perhaps that the list is too long, or nothing is left of it
 
 
 def test_models_are_found_by_name() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -11,23 +10,22 @@ import grpc
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cluster.intake import Overloaded
+from cluster.intake import Closed, Overloaded
 from cluster.pb import generation_pb2 as pb
 from cluster.target import TargetReplica
+from deployments import grpc_methods, service
 from deployments.client import Client, make_request
 from deployments.grpc_methods import MAX_REQUEST_BYTES, MAX_UNREAD, SERVICE, add_generation_service
 from deployments.grpc_service import GrpcMethods
 from deployments.keys import ApiKeys
 from deployments.local_backend import LocalBackend
-from deployments.service import Backend, ServedModel, Service
+from deployments.service import Backend, DeadlineExceeded, GenerationFailed, ServedModel, Service
 from engine.decode import decode
 from engine.noise import derive_seed
 from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams, TokenChunk, TokenLogprobs
-from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
-
-PROMPT = "def read(path):\n    with open(path) as file:\n        for line in file:\n"
+from tests.http_fixtures import PROMPT, Gone, Refusing, refusal, serving_replica
 
 
 class Server:
@@ -57,18 +55,6 @@ class Server:
         self._loop.close()
 
 
-class Refusing:
-    """A backend that fails as it is told; implements Backend."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
-        if request.prompt:
-            raise self._error
-        yield TokenChunk(request.request_id, (), ())
-
-
 class Hasty:
     """A backend that never waits for its reader; implements Backend."""
 
@@ -90,11 +76,8 @@ class Hasty:
 
 @pytest.fixture
 def replica(target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> Iterator[TargetReplica]:
-    replica = TargetReplica(target, exact.goodput(), tokenizer, lookup=8)
-    yield replica
-    assert replica.wait_idle(PATIENCE_S)
-    replica.check()
-    replica.close()
+    with serving_replica(target, tokenizer) as replica:
+        yield replica
 
 
 Serve = Callable[..., Client]
@@ -124,14 +107,6 @@ def serve(replica: TargetReplica, tokenizer: PreTrainedTokenizerFast) -> Iterato
     yield make
     for each in reversed(opened):
         each.close()
-
-
-def refusal(call: Callable[[], object]) -> tuple[str, str]:
-    """The code and details of a call that fails."""
-    with pytest.raises(grpc.RpcError) as raised:
-        call()
-    error: Any = raised.value
-    return error.code().name, error.details()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -221,31 +196,52 @@ def test_a_key_is_needed_where_keys_are_configured(serve: Serve) -> None:
     [
         (Overloaded("9 requests are waiting already"), "RESOURCE_EXHAUSTED", "9 requests are waiting already"),
         (OSError("/a/path"), "INTERNAL", "an internal error"),
+        (GenerationFailed("scores are not finite"), "INTERNAL", "scores are not finite"),
+        (DeadlineExceeded("the request took too long"), "DEADLINE_EXCEEDED", "the request took too long"),
+        (Closed("the target has ended"), "UNAVAILABLE", "no replica could take the request"),
     ],
 )
-def test_errors_have_their_code_and_tell_nothing_else(serve: Serve, error: Exception, code: str, said: str) -> None:
+def test_errors_have_their_code_and_tell_nothing_else(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str, said: str
+) -> None:
+    monkeypatch.setattr(service, "_PAUSE_S", 0.0)
     client = serve(Refusing(error))
     found, details = refusal(lambda: list(client.generate(PROMPT)))
     assert found == code
     assert details.endswith(f": {said}")  # behind what this server, other than Ray Serve's, says of every exception
 
 
+def test_a_replica_lost_for_good_behind_the_first_token_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_PAUSE_S", 0.0)
+    chunks = serve(Gone()).generate(PROMPT)
+    assert list(next(chunks).token_ids) == [5]
+    code, details = refusal(lambda: list(chunks))
+    assert code == "UNAVAILABLE"
+    assert details.endswith(": no replica could take the request")
+
+
 def test_work_ends_with_its_call(serve: Serve, replica: TargetReplica) -> None:
     client = serve()
     endless = {"max_tokens": 900, "ignore_eos": True, "n": 8}
+    all_of_it = 8 * 900
     with closing(client.generate(PROMPT, **endless)) as chunks:
         next(chunks)
         assert replica.stats().running + replica.stats().waiting > 0
     until(lambda: replica.stats().running == 0, "a cancelled call's work ends")
+    before = replica.stats().tokens
+    assert 0 < before < all_of_it
     assert refusal(lambda: list(client.generate(PROMPT, timeout_s=0.2, **endless)))[0] == "DEADLINE_EXCEEDED"
     until(lambda: replica.stats().running == 0, "the work of a call beyond its deadline ends")
-    assert replica.stats().tokens < 900
+    assert replica.stats().tokens - before < all_of_it
 
 
-def test_a_reader_that_goes_away_while_it_reads_nothing_is_noticed(serve: Serve, replica: TargetReplica) -> None:
+def test_a_reader_that_goes_away_while_it_reads_nothing_is_noticed(
+    serve: Serve, replica: TargetReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_methods, "MAX_UNREAD", 10**6)  # which would end the call too
     chunks = serve().generate(PROMPT, max_tokens=900, ignore_eos=True, n=8, logprobs=20)
     next(chunks)
-    time.sleep(0.5)
+    until(lambda: replica.stats().tokens > 1000, "much is left unread")
     chunks.close()
     until(lambda: replica.stats().running == 0, "a cancelled call's work ends")
     assert replica.stats().tokens < 8 * 900

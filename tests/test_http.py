@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from deployments.logprobs import TokenTexts
@@ -246,6 +247,7 @@ def test_templates_get_what_they_know(server: Server) -> None:
     thinks = _Template(server, "{{ 'think' if enable_thinking else 'answer' }}")
     assert thinks.prompt(messages, chat_template_kwargs={"enable_thinking": True}) == "think"
     assert thinks.prompt(messages, chat_template_kwargs={"enable_thinking": False}) == "answer"
+    assert _Template(server, "{{ reasoning_effort }}").prompt(messages, reasoning_effort="low") == "low"
     status, body, _ = server.ask(
         "POST",
         "/v1/chat/completions",
@@ -266,11 +268,25 @@ def test_templates_get_what_they_know(server: Server) -> None:
         {"ebnf": "root ::= 'a'"},
         {"json_schema": "{}"},
         {"echo": True},
+        {"documents": [{"text": "x"}]},
+        {"verbosity": "low"},
+        {"length_penalty": 2.0},
+        {"return_tokens_as_token_ids": True},
+        {"web_search_options": {"search_context_size": "low"}},
     ],
 )
 def test_what_would_change_the_output_is_refused_by_name(server: Server, field: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "x"}]
     status, body, _ = server.ask("POST", "/v1/chat/completions", {"model": "code", "messages": messages, **field})
+    assert (status, [body["error"]["param"]]) == (400, list(field))
+
+
+@pytest.mark.parametrize(
+    "field", [{"add_generation_prompt": False}, {"chat_template": "x"}, {"continue_final_message": True}]
+)
+def test_what_would_change_the_tokens_is_refused_by_name(server: Server, field: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    status, body, _ = server.ask("POST", "/tokenize", {"model": "code", "messages": messages, **field})
     assert (status, [body["error"]["param"]]) == (400, list(field))
 
 
@@ -286,6 +302,39 @@ def test_log_probabilities_name_parts_of_characters_by_their_bytes(server: Serve
     assert any(name.startswith("bytes:\\x") for name in found.tokens)
     for name, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[name] == value, "the chosen token is always there"
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "usual"),
+    [
+        ("completions", {"prompt": "x"}, True),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, False),
+    ],
+)
+def test_special_tokens_are_added_where_they_are_asked_for(
+    server: Server, path: str, prompt: dict[str, Any], usual: bool
+) -> None:
+    tokenizer = copy.deepcopy(server.tokenizer)
+    special = ("<|endoftext|>", tokenizer("<|endoftext|>")["input_ids"][0])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[special])
+    name = server.with_backend("beginning", server.models["code"].backend)
+    server.models[name] = replace(server.models[name], tokenizer=tokenizer)
+    counts: dict[bool | None, int] = {}
+    for added in (None, True, False):
+        body = {"model": name, **prompt, "add_special_tokens": added}
+        counts[added] = server.ask("POST", f"/v1/{path}", {**body, "max_tokens": 1})[1]["usage"]["prompt_tokens"]
+        assert server.ask("POST", "/tokenize", body)[1]["count"] == counts[added]
+    assert counts[True] == counts[False] + 1
+    assert counts[None] == counts[usual]
+
+
+def test_special_tokens_take_no_place_in_the_text(server: Server) -> None:
+    texts = TokenTexts(server.tokenizer)
+    tokens = server.tokenizer("a<|endoftext|>(")["input_ids"]
+    assert len(tokens) == 3
+    found, end = texts.completion(tokens, [TokenLogprobs(-1.0, ())] * 3, 0)
+    assert (found.text_offset, end) == ([0, 1, 1], 2)
+    assert found.tokens == ["a", "<|endoftext|>", "("]
 
 
 def test_a_conversation_with_calls_and_results_goes_on(server: Server) -> None:
@@ -308,7 +357,11 @@ def test_the_seed_and_statistics_come_when_asked_for(server: Server) -> None:
     answer = server.client.completions.create(model="code", prompt=PROMPT, n=2, extra_body=extra)
     stats: Any = answer.model_extra["paceline"] if answer.model_extra else None
     assert [choice["tokens"] for choice in stats["choices"]] == [16, 16]
-    assert all(choice["steps"] + choice["accepted"] in (16, 17) for choice in stats["choices"])
+    for choice in stats["choices"]:
+        assert choice["steps"] + choice["accepted"] in (16, 17)
+        assert choice["tokens_per_step"] == round(16 / choice["steps"], 3)
+        assert choice["accepted_share"] == round(choice["accepted"] / 16, 3)
+        assert choice["resumed"] == 0
     again = server.client.completions.create(model="code", prompt=PROMPT, n=2, seed=stats["seed"], extra_body=extra)
     assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
     stream = server.client.completions.create(model="code", prompt=PROMPT, stream=True, seed=1, extra_body=extra)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from schemathesis.core.result import Ok
 from transformers import PreTrainedTokenizerFast
 
 from cluster.intake import Overloaded
-from deployments import asgi
+from deployments import asgi, http
 from deployments.http import make_app
 from deployments.service import ReplicaLost, ServedModel, Service
 from engine.runner import ModelRunner
@@ -120,6 +121,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("completions", {"prompt": ["x"] * 33}, 400, "prompt"),
     ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
     ("completions", {"prompt": [[1], [-1]]}, 400, "prompt"),
+    ("completions", {"prompt": [1, "a"]}, 400, "prompt"),
+    ("completions", {"prompt": [1.5]}, 400, "prompt"),
+    ("completions", {"prompt": [["a"]]}, 400, "prompt"),
     ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options"),
     ("completions", {"prompt": "x", "best_of": 4}, 400, "best_of"),
     ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
@@ -127,6 +131,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs"),
     ("completions", {"prompt": "x", "guided_regex": "a*"}, 400, "guided_regex"),
     ("completions", {"prompt": "x", "response_format": {"type": "regex", "regex": "a*"}}, 400, "response_format"),
+    (
+        "completions",
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+        400,
+        "response_format",
+    ),
     ("completions", {"prompt": "x", "max_tokens": "10"}, 400, "max_tokens"),
     ("completions", {"prompt": "x", "stream": "yes"}, 400, "stream"),
     ("completions", {"prompt": "x", "paceline": {"timeout_s": 0}}, 400, "paceline"),
@@ -146,6 +156,13 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
     ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
     ("chat/completions", {**CHAT, "tool_choice": "maybe", "tools": [TOOL]}, 400, "tool_choice"),
+    (
+        "chat/completions",
+        {**CHAT, "tool_choice": {"type": "function", "function": {}}, "tools": [TOOL]},
+        400,
+        "tool_choice",
+    ),
+    ("chat/completions", {**CHAT, "tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, 400, "tool_choice"),
     ("chat/completions", {**CHAT, "tools": [TOOL, TOOL]}, 400, "tools"),
     ("chat/completions", {**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "response_format"),
     ("chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities"),
@@ -174,7 +191,8 @@ def test_bad_fields_are_named(server: Server, path: str, body: dict[str, Any], e
     assert status == expected
     assert_shape(answer)
     assert answer["error"]["param"] == param
-    assert "\n" not in answer["error"]["message"]
+    message = answer["error"]["message"]
+    assert not any(word in message for word in ("\n", ".str", "uple", "literal", "dictionary", "instance", "NamedTool"))
     assert server.replica.stats().requests == steps
 
 
@@ -186,6 +204,17 @@ def test_what_is_too_long_for_the_context_has_a_code(server: Server) -> None:
     status, answer, _ = server.ask("POST", "/v1/chat/completions", {"model": "code", "messages": messages})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_what_is_far_too_long_is_not_tokenized(server: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *_, **__: pytest.fail("it was tokenized"))
+    messages = [{"role": "user", "content": "x" * 3_000_000}]
+    status, answer, _ = server.ask("POST", path, {"model": "code", "messages": messages})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == "messages"
+    status, answer, _ = server.ask("POST", "/tokenize", {"model": "code", "prompt": "x" * 3_000_000})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
 def test_null_fields_are_absent_ones_and_unknown_ones_are_ignored(server: Server) -> None:
@@ -254,6 +283,59 @@ def test_a_deadline_is_a_status_before_the_first_token_and_an_event_after(server
     assert status == 200
     assert json.loads(chunks_of(text)[-1])["error"]["code"] == "deadline_exceeded"
     until(lambda: mute.closed == hanging.closed == 1, "the work stops")
+
+
+def test_a_deadline_and_a_client_that_left_end_what_comes_before_the_run(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may, asked, ended = threading.Event(), threading.Event(), threading.Event()
+    run = Hanging(0)
+
+    def held(*_: Any) -> tuple[int, ...]:
+        asked.set()
+        may.wait(PATIENCE_S)
+        return (5,)
+
+    async def noted(request: Any, work: Any) -> Any:
+        try:
+            return await asgi.unless_gone(request, work)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(http, "chat_prompt", held)
+    monkeypatch.setattr(http, "unless_gone", noted)
+    body = {"model": server.with_backend("never", run), **CHAT}
+    try:
+        status, answer, _ = server.ask("POST", "/v1/chat/completions", {**body, "paceline": {"timeout_s": 0.05}})
+        assert (status, answer["error"]["code"]) == (408, "deadline_exceeded")
+        asked.clear()
+        ended.clear()
+        connection = server.connect()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        assert asked.wait(PATIENCE_S)
+        connection.close()
+        assert ended.wait(PATIENCE_S)
+    finally:
+        may.set()
+    assert server.ask("POST", "/v1/completions", {"model": "code", "prompt": "x", "max_tokens": 2})[0] == 200
+    assert run.open == 0
+
+
+def test_a_body_that_takes_too_long_to_come_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "_READ_S", 0.05)
+    connection = server.connect()
+    connection.putrequest("POST", "/v1/completions")
+    for name, value in (("Content-Type", "application/json"), ("Authorization", f"Bearer {KEY}")):
+        connection.putheader(name, value)
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b'{"prompt": ')  # and no more
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    assert answer.status == 408
+    assert_shape(body)
+    assert body["error"]["code"] is None
 
 
 @pytest.mark.parametrize("error", [None, Overloaded("full")])

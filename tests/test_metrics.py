@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,6 +18,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.server import get
 from cluster import registry as registry_module
 from cluster.actors import TargetConfig
 from cluster.draft import DraftReplica
@@ -217,6 +217,21 @@ def test_latencies_are_those_of_the_tokens(model: ServedModel) -> None:
     assert 0 < values["paceline_time_to_first_token_seconds_sum", "i"] < PATIENCE_S
 
 
+def test_the_first_token_is_waited_for_since_the_request_came(model: ServedModel) -> None:
+    latencies = Latencies()
+    service = MeasuredService({"code": latencies})
+    request = GenerationRequest("r", exact.load_prompts(1)[0], SamplingParams(max_tokens=2))
+
+    async def read() -> None:
+        async for _ in service.run_all(model, [request], arrived=time.monotonic() - 100.0):
+            pass
+
+    asyncio.run(read())
+    values = shown(i=latencies.samples())
+    assert values["paceline_time_to_first_token_seconds_sum", "i"] > 100
+    assert values["paceline_inter_token_latency_seconds_sum", "i"] < 100
+
+
 def test_a_replica_that_reports_no_more_is_shown_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock:
         now = 100.0
@@ -305,9 +320,7 @@ def check_export(url: str) -> None:
     }
 
     def exported() -> bool:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            text = answer.read().decode()
-        lines = [line for line in text.splitlines() if 'model_name="code"' in line]
+        lines = [line for line in (get(url) or "").splitlines() if 'model_name="code"' in line]
 
         def shows(series: str, value: float) -> bool:
             parts = series.split()

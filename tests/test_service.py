@@ -1,9 +1,12 @@
 """Serving, without a protocol: text and statistics of an output, stops, deadlines, and going on when a target is lost."""
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.intake import Overloaded
 from cluster.target import TargetReplica
+from deployments import service as service_module
 from deployments.fields import GenerationFields, make_requests
+from deployments.generate import texts
 from deployments.local_backend import LocalBackend
 from deployments.service import (
     Backend,
@@ -27,19 +32,14 @@ from engine.decode import Generation, decode
 from engine.runner import ModelRunner
 from engine.text import OutputText
 from engine.types import GenerationRequest, InvalidRequest, TokenChunk, TokenLogprobs
-from tests import exact
 from tests.cluster_fixtures import PATIENCE_S
-
-PROMPT = "def read(path):\n    with open(path) as file:\n        for line in file:\n"
+from tests.http_fixtures import PROMPT, serving_replica
 
 
 @pytest.fixture
 def replica(target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> Iterator[TargetReplica]:
-    replica = TargetReplica(target, exact.goodput(), tokenizer, lookup=8)
-    yield replica
-    assert replica.wait_idle(PATIENCE_S)
-    replica.check()
-    replica.close()
+    with serving_replica(target, tokenizer) as replica:
+        yield replica
 
 
 @pytest.fixture
@@ -148,6 +148,23 @@ def test_text_ends_before_a_stop_string_with_all_its_tokens_counted(served: Make
     assert pieces[-1].finish_reason == "stop"
     assert pieces[-1].speculation is not None
     assert pieces[-1].speculation.tokens == len(tokens_of(pieces)) < 32
+
+
+def test_an_end_token_is_counted_and_is_no_text(served: Make, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = served()
+    (request,) = requests_for(model, temperature=0.0, ignore_eos=True)
+    tokens = tokens_of(collect(model, request))
+    end = next(token for at, token in enumerate(tokens) if at > 3 and token not in tokens[:at])
+    at = tokens.index(end)
+    assert tokenizer.decode([end])
+    (request,) = requests_for(model, temperature=0.0, ignore_eos=True, stop_token_ids=(end,))
+    pieces = collect(model, request)
+    assert tokens_of(pieces) == tokens[: at + 1]
+    assert text_of(pieces) == tokenizer.decode(tokens[:at])
+    assert pieces[-1].finish_reason == "stop"
+    *others, last = [TokenChunk("r", (token,), ("target",)) for token in tokens[: at + 1]]
+    chunks = iter([*others, replace(last, finish_reason="stop")])
+    assert "".join(texts(chunks, tokenizer, request)) == text_of(pieces)
 
 
 @pytest.mark.parametrize("how", ["raise", "cancelled", "failed", "end"])
@@ -271,6 +288,41 @@ def test_a_refusal_speaks_for_what_follows_until_a_request_ends(served: Make) ->
     asyncio.run(ask())
 
 
+def test_what_a_request_needs_before_it_runs_is_in_its_time(served: Make) -> None:
+    silent, may = Silent(), threading.Event()
+    (request,) = requests_for(served())
+
+    async def ask() -> None:
+        service = Service()
+        for grammar in (False, True):
+            with pytest.raises(DeadlineExceeded):
+                await service.prepare(partial(may.wait, PATIENCE_S), grammar, time.monotonic(), 0.05)
+        with pytest.raises(DeadlineExceeded):
+            _ = [piece async for piece in service.run(served(silent), request, 60.0, time.monotonic() - 60.0)]
+        may.set()  # the loop does not end before its threads
+
+    asyncio.run(ask())
+
+
+def test_grammars_wait_for_each_other_and_no_longer_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "_GRAMMAR_S", 0.1)
+    may = threading.Event()
+
+    async def ask() -> None:
+        service = Service()
+        grammars = [
+            asyncio.ensure_future(service.prepare(partial(may.wait, PATIENCE_S), True, time.monotonic()))
+            for _ in range(40)
+        ]
+        assert await service.prepare(lambda: "others go on", False, time.monotonic()) == "others go on"
+        assert all(
+            isinstance(each, DeadlineExceeded) for each in await asyncio.gather(*grammars, return_exceptions=True)
+        )
+        may.set()
+
+    asyncio.run(ask())
+
+
 def test_a_deadline_ends_the_work(served: Make) -> None:
     silent = Silent()
     (request,) = requests_for(served())
@@ -327,7 +379,8 @@ def test_a_slow_reader_of_several_samples_holds_their_backend_up(served: Make, t
     async def read_slowly() -> None:
         async with aclosing(Service().run_all(model, requests)) as items:
             await anext(items)
-            await asyncio.sleep(0.1)
+            for _ in range(1000):  # all that could run has its turns
+                await asyncio.sleep(0)
 
     asyncio.run(read_slowly())
     assert produced < 100

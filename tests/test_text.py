@@ -157,3 +157,29 @@ def test_examples(stops: tuple[str, ...], pieces: list[str], expected: str) -> N
 def test_nothing_follows_a_stop() -> None:
     strings = StopStrings(("x",))
     assert [strings.push("ax"), strings.push("bc"), strings.flush()] == ["a", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "expected"),
+    [
+        (["def", " f", "("], (), "def f"),  # an end token, which is no text
+        (["def", " f", "("], (" f(",), "def"),  # the stop string that it completes
+        (["def", " f", "("], (" f(x",), "def f"),  # and what was held back for one that does not come
+        (["def", " f", "<|endoftext|>"], (), "def f"),
+    ],
+)
+def test_the_token_that_ends_an_output_is_no_text(
+    tokenizer: PreTrainedTokenizerFast, tokens: list[str], stops: tuple[str, ...], expected: str
+) -> None:
+    (*before, last) = [token for text in tokens for token in tokenizer(text)["input_ids"]]
+    text = OutputText(tokenizer, stops)
+    said = "".join(text.push(token) for token in before)
+    assert said + text.end(last) + text.flush() == expected
+    assert text.stopped == (expected == "def")
+
+
+def test_bytes_before_the_token_that_ends_an_output_are_said(tokenizer: PreTrainedTokenizerFast) -> None:
+    first = tokenizer("👩")["input_ids"][0]
+    text = OutputText(tokenizer, ())
+    (end,) = tokenizer("(")["input_ids"]
+    assert text.push(first) + text.end(end) == "\ufffd"
