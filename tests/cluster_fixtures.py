@@ -4,19 +4,22 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cluster.draft_state import CloseSession, Command, CommitTokens, DraftState, OpenSession, resend
-from cluster.faulty_link import nonsense
+from cluster.faulty_link import FaultyLink, nonsense
+from cluster.link import Link
 from cluster.target_state import TargetState
 from engine.tree import Moved, TokenTree
-from engine.types import Down, Growth, KVHandle, SamplingParams, Up
+from engine.types import Down, Growth, IntArray, KVHandle, SamplingParams, Up
 from engine.verify import walk
 
 PATIENCE_S = 120.0  # far more than anything waited for takes, on a slow machine too
 VOCAB = 16
+Out = TypeVar("Out")
+In = TypeVar("In")
 
 
 def until(condition: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S, every_s: float = 0.005) -> None:
@@ -30,6 +33,16 @@ def until(condition: Callable[[], bool], what: str, *, patience_s: float = PATIE
 def truth(tokens: Sequence[int]) -> int:
     """What the target without a model chooses after these tokens."""
     return hashlib.blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCAB
+
+
+def row(*tokens: int) -> IntArray:
+    """The tokens of a sequence, as an engine shows them."""
+    return np.asarray(tokens, np.int32)
+
+
+def faulty(link: Link[Out, In], seed: int) -> Link[Out, In]:
+    """An end that drops, doubles, delays and invents messages."""
+    return FaultyLink(link, seed, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1)
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from cluster.draft import DraftReplica
 from cluster.drafters import LocalConfig
-from cluster.faulty_link import FaultyLink
 from cluster.link import Link, memory_link
 from cluster.own_guesses import LocalDrafter
 from cluster.target import TargetReplica
@@ -40,7 +39,7 @@ from engine.text import load_tokenizer
 from engine.tree import Moved, TokenTree
 from engine.types import Down, GenerationRequest, SamplingParams, TokenChunk, Up
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
-from tests.cluster_fixtures import PATIENCE_S, until
+from tests.cluster_fixtures import PATIENCE_S, faulty, until
 
 TARGET, DRAFT, PROMPTS = MODELS / "code-target", MODELS / "code-draft", MODELS / "heldout.jsonl"
 HEADS = MODELS / "code-target-heads"
@@ -323,8 +322,7 @@ Ends = tuple[Link[Down, Up], Link[Up, Down]]
 def faulty_ends() -> Ends:
     """A link that drops, doubles, delays and invents messages at both ends."""
     near, far = memory_link()
-    down = FaultyLink(near, 1, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1)
-    return down, FaultyLink(far, 2, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1)
+    return faulty(near, 1), faulty(far, 2)
 
 
 @contextmanager
@@ -358,21 +356,34 @@ def serve(target: TargetReplica, requests: Sequence[GenerationRequest]) -> list[
     for request, generation in zip(requests, generations, strict=True):
         target.submit(request, sink_of(generation))
     for _ in requests:
-        ended.acquire()
+        assert ended.acquire(timeout=PATIENCE_S), "a stream did not end"
     return generations
 
 
-def serve_until_accepted(
-    target: TargetReplica, requests: Sequence[GenerationRequest], plain: Sequence[Sequence[int]]
+def serve_until(
+    target: TargetReplica,
+    requests: Sequence[GenerationRequest],
+    plain: Sequence[Sequence[int]],
+    done: Callable[[list[Generation]], bool],
+    what: str,
 ) -> list[Generation]:
-    """What it streams once a draft token is accepted: the draft's first word may come after a short request's last.
+    """What it streams once this happened: the draft's first word may come after a short request's last.
 
-    Raises AssertionError where an output isn't `plain`, or none is ever accepted.
+    Raises AssertionError where an output isn't `plain`, or it never happens.
     """
     deadline = time.monotonic() + PATIENCE_S
     while True:
         generations = serve(target, requests)
         assert not list(differences(generations, plain))
-        if any(generation.accepted for generation in generations):
+        if done(generations):
             return generations
-        assert time.monotonic() < deadline, "no draft token is accepted"
+        assert time.monotonic() < deadline, f"served in vain: {what}"
+
+
+def serve_until_accepted(
+    target: TargetReplica, requests: Sequence[GenerationRequest], plain: Sequence[Sequence[int]]
+) -> list[Generation]:
+    """What it streams once a draft token is accepted. Raises AssertionError as `serve_until` does."""
+    return serve_until(
+        target, requests, plain, lambda served: any(each.accepted for each in served), "a draft token is accepted"
+    )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -48,6 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": LLAMA,
     "stablelm": LLAMA,  # hands no arguments on to its attention
 }
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """Tokens that none of these models takes for special ones."""
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
 
 
 def save(name: str, settings: dict[str, Any], folder: Path) -> Path:

@@ -1,16 +1,18 @@
-"""A real HTTP server with a real target, and backends that misbehave."""
+"""A real HTTP server with a real target, and backends that misbehave; parts of it for gRPC too."""
 
 import asyncio
 import http.client
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import grpc
 import openai
+import pytest
 import uvicorn
 from transformers import PreTrainedTokenizerFast
 
@@ -183,6 +185,24 @@ class Server:
         (generation,) = decode(self.runner, [request], tokenizer=self.tokenizer)
         text = OutputText(self.tokenizer, request.params.stop, request.params.min_tokens)
         return "".join(text.push(token) for token in generation.tokens) + text.flush()
+
+
+@contextmanager
+def serving_replica(target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> Iterator[TargetReplica]:
+    """One that is audited at the end: nothing may be left of its requests."""
+    replica = TargetReplica(target, exact.goodput(), tokenizer, lookup=8)
+    yield replica
+    assert replica.wait_idle(PATIENCE_S)
+    replica.check()
+    replica.close()
+
+
+def refusal(call: Callable[[], object]) -> tuple[str, str]:
+    """The code and details of a gRPC call that fails."""
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    error: Any = raised.value
+    return error.code().name, error.details()
 
 
 def running_server(target: ModelRunner, tokenizer: PreTrainedTokenizerFast) -> Iterator[Server]:

@@ -24,7 +24,6 @@ K8S = ROOT / "k8s"
 KINDS = ROOT / "build" / "kinds"  # validators of other projects' kinds: 'make kinds'
 CRDS = ROOT.parent / "shared" / "crds"  # KubeRay's, where somebody put them
 OVERLAYS = tuple(sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml")))
-ROLES = ("target", "draft", "ingress")
 Manifest = dict[str, Any]
 
 

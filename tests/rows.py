@@ -9,8 +9,10 @@ import torch
 from engine.attention import SequenceRows, chain_rows
 from engine.kv import KVPool, Lease
 from engine.runner import ModelRunner
-from engine.tree import TokenTree
+from engine.tree import ROOT, TokenTree
 from engine.types import IntArray
+
+PAGE, PAGES = 4, 12  # tokens and pages of a small pool
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -51,6 +53,19 @@ def kv_of(pool: KVPool, slots: IntArray) -> torch.Tensor:
         values.permute(0, 1, 2, 3, 5, 4).reshape(layers, kv_heads, -1, dim),
     )
     return torch.stack(plain, 1)[:, :, :, slots]
+
+
+def chain(*confidences: float) -> TokenTree:
+    """A tree of one path, its tokens 0, 1, 2..."""
+    tree, node = TokenTree(0, len(confidences) + 1), ROOT
+    for token, confidence in enumerate(confidences):
+        node = tree.add(node, token, confidence)
+    return tree
+
+
+def make_pool() -> KVPool:
+    """Small, and empty."""
+    return KVPool(layers=2, kv_heads=1, head_dim=3, tokens=PAGE * PAGES, dtype=torch.float32, page_size=PAGE)
 
 
 def grown(size: int, seed: int, vocab_size: int = 4096) -> TokenTree:

@@ -237,12 +237,18 @@ def streamed(api: Api, requests: Sequence[GenerationRequest], plain: Plain) -> e
 
 
 def killed(targets: Targets, api: Api, requests: Sequence[GenerationRequest], plain: Plain) -> exact.Result:
-    """With targets that are killed."""
+    """With targets that are killed; all again where the streams ended before one was."""
+    rounds: list[list[Said]] = []
+
+    def read_until_killed() -> bool:
+        rounds.append(read_all(api, requests))
+        return bool(killer.streams)
+
     with Killer(targets) as killer:
-        said = read_all(api, requests)
-    assert killer.streams, "the streams ended before a target was killed"
+        until(read_until_killed, "a target is killed under its streams")
+    said = [each for part in rounds for each in part]
     told = f"{len(killer.streams)} targets killed under {sum(killer.streams)} streams, {shares(said)}"
-    return told, list(parted(said, [api.expected(generation) for generation in plain()]))
+    return told, list(parted(said, [api.expected(generation) for generation in plain()] * len(rounds)))
 
 
 def read_all(api: Api, requests: Sequence[GenerationRequest]) -> list[Said]:

@@ -13,6 +13,7 @@ from engine.step import MAX_WINDOW
 from engine.tree import ROOT, TokenTree
 from engine.types import IntArray
 from engine.windows import Bandit, ConfidenceThreshold, FixedChain, FixedTree, Heuristic
+from tests.rows import chain
 
 FREE = {1: 10.0, 1000: 10.001}  # milliseconds by rows: verifying costs nothing
 STEEP = {1: 10.0, 2: 1000.0}
@@ -30,13 +31,6 @@ def star(*confidences: float) -> TokenTree:
     tree = TokenTree(0, len(confidences) + 1)
     for token, confidence in enumerate(confidences):
         tree.add(ROOT, token, confidence)
-    return tree
-
-
-def chain(*confidences: float) -> TokenTree:
-    tree, node = TokenTree(0, len(confidences) + 1), ROOT
-    for token, confidence in enumerate(confidences):
-        node = tree.add(node, token, confidence)
     return tree
 
 

@@ -3,18 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cluster.content import ContentSessions
 from cluster.target_state import TargetState
-from engine.types import IntArray
+from tests.cluster_fixtures import row
 
 VOCAB = 4096
-
-
-def row(*tokens: int) -> IntArray:
-    return np.asarray(tokens, np.int32)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from engine.graphs import GraphedDecoder, _Kind
 from engine.kv import KVPool
 from engine.runner import Dtype, ModelRunner
 from engine.types import SamplingParams
-from tests.families import FAMILIES, VOCABULARY, save
+from tests.families import FAMILIES, VOCABULARY, save, text
 from tests.rows import assert_close, grown, leased, prefill, tree_rows
 
 DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
@@ -43,10 +43,6 @@ def taken(runner: ModelRunner, batch: Sequence[SequenceRows]) -> torch.Tensor:
     assert runner._graphs is not None
     assert runner._graphs.suits(batch)
     return runner.forward(batch).cpu()
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
 
 
 def recorder(runner: ModelRunner) -> GraphedDecoder:

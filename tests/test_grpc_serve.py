@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import os
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +31,29 @@ from engine.text import load_tokenizer
 from engine.types import GenerationRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
+from tests.http_fixtures import refusal
 
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parent.parent
 WIDE = TokenLogprobs(-1.0, tuple((token, -2.0) for token in range(20)))
+PIECES = 100  # of them, far more than fits between a server and a client that reads nothing
 
 
 class Wide:
-    """A backend with a lot to say, forever, whether anybody reads it or not; implements Backend."""
+    """A backend with a lot to say, whether anybody reads it or not, that never ends by itself; implements Backend."""
 
     def __init__(self) -> None:
         self.open = 0
+        self.said = 0  # pieces of all requests
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
         self.open += 1
         try:
-            while True:
+            for _ in range(PIECES):
                 yield TokenChunk(request.request_id, (1,) * 200, ("target",) * 200, logprobs=(WIDE,) * 200)
-                await asyncio.sleep(0.01)
+                self.said += 1
+            await asyncio.Event().wait()
         finally:
             self.open -= 1
 
@@ -62,7 +65,7 @@ class Small(GrpcMethods):
     def __init__(self) -> None:
         tokenizer = load_tokenizer(exact.TARGET)
         runner = ModelRunner(exact.TARGET, dtype="float32", invariant=True, kv_tokens=2048)
-        self.replica = TargetReplica(runner, exact.goodput(), tokenizer, flush_s=0.01)
+        self.replica = TargetReplica(runner, exact.goodput(), tokenizer, flush_s=1.0)  # tokens come together
         self.wide = Wide()
         text: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": 4096, "fingerprint": "fp_test", "created": 0}
         code = ServedModel(name="code", context=1024, backend=LocalBackend(self.replica), **text)
@@ -73,6 +76,10 @@ class Small(GrpcMethods):
         """Requests that have not ended."""
         stats = self.replica.stats()
         return stats.running + stats.waiting + self.wide.open
+
+    def said(self) -> int:
+        """Pieces of the backend with a lot to say."""
+        return self.wide.said
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +113,6 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Any]]:
 def client(app: tuple[int, Any]) -> Iterator[Client]:
     with Client(f"127.0.0.1:{app[0]}", application="paceline") as client:
         yield client
-
-
-def refusal(call: Callable[[], object]) -> tuple[str, str]:
-    with pytest.raises(grpc.RpcError) as raised:
-        call()
-    error: Any = raised.value
-    return error.code().name, error.details()
 
 
 def test_a_stream_through_the_proxy_is_that_of_plain_decoding(client: Client, target: ModelRunner) -> None:
@@ -159,14 +159,15 @@ def test_a_call_that_is_cancelled_or_too_late_leaves_no_work(app: tuple[int, Any
 @pytest.mark.parametrize("timeout_s", [None, 1.0])
 def test_so_does_one_whose_client_had_stopped_reading(app: tuple[int, Any], timeout_s: float | None) -> None:
     port, handle = app
+    before = handle.said.remote().result()
     narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]  # so that sending soon blocks
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=narrow) as channel:
         method: Any = channel.unary_stream(f"/{SERVICE}/Generate")
         request = make_request("x", {"model": "wide", "max_tokens": 900_000, "logprobs": 20})
         call = method(request.SerializeToString(), timeout=timeout_s)
         next(call)
-        time.sleep(1.5)
         if timeout_s is None:
+            until(lambda: bool(handle.said.remote().result() == before + PIECES), "much is left unread")
             assert handle.open.remote().result() == 1
             call.cancel()
         until(lambda: bool(handle.open.remote().result() == 0), "the work of an unread call ends")

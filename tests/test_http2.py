@@ -25,9 +25,8 @@ from cluster.link import Link, LinkError, Pipe
 from cluster.speculate import PATH, SERVICE, LinkOptions
 from cluster.wire import encode_down, encode_up
 from engine.types import Close, Down, NeedPrefix, Open, SamplingParams, Up
-from tests.cluster_fixtures import until
+from tests.cluster_fixtures import PATIENCE_S, until
 
-PATIENCE_S = 10.0  # far more than anything here takes
 LONG = tuple(range(1_000_000))  # tokens of a message of some 3 MB
 
 

@@ -11,12 +11,7 @@ from engine.compiled import COMPILES
 from engine.kv import SCRATCH_SLOT, KVPool, Lease, PoolExhausted
 from engine.prefix import HandleChain
 from engine.types import KVHandle
-
-PAGE, PAGES = 4, 12
-
-
-def make_pool() -> KVPool:
-    return KVPool(layers=2, kv_heads=1, head_dim=3, tokens=PAGE * PAGES, dtype=torch.float32, page_size=PAGE)
+from tests.rows import PAGE, PAGES, make_pool
 
 
 class Leases(RuleBasedStateMachine):

@@ -27,8 +27,8 @@ from cluster.link import Link, LinkError, memory_link
 from cluster.speculate import PATH, SERVICE, LinkOptions
 from cluster.wire import decode_down, decode_up, encode_down, encode_up
 from engine.types import Close, Commit, Down, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
+from tests.cluster_fixtures import PATIENCE_S
 
-PATIENCE_S = 10.0  # far more than anything here takes
 Out = TypeVar("Out")
 In = TypeVar("In")
 Ends = tuple[Link[Down, Up], Link[Up, Down]]
@@ -337,6 +337,14 @@ def test_a_half_open_connection_is_noticed_at_both_ends() -> None:
         proxy.freeze()
         wait_until_dead(target)
         wait_until_dead(draft)
+
+
+def test_by_default_a_half_open_connection_is_noticed_within_three_seconds() -> None:
+    options = LinkOptions()
+    assert options.keepalive_time_s + options.keepalive_timeout_s <= 3
+    told = dict(grpcio_link._arguments(options))
+    assert told["grpc.keepalive_time_ms"] + told["grpc.keepalive_timeout_ms"] <= 3000
+    assert told["grpc.keepalive_time_ms"] + told["grpc.http2.ping_timeout_ms"] <= 3000
 
 
 def test_a_stalled_transport_holds_back_and_loses_the_oldest() -> None:

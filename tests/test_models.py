@@ -20,14 +20,10 @@ from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams
 from engine.windows import FixedTree
 from tests import exact
-from tests.families import FAMILIES, LLAMA, VOCABULARY, WINDOW, save
+from tests.families import FAMILIES, LLAMA, VOCABULARY, WINDOW, save, text
 from tests.rows import assert_close, grown, leased, prefill, tree_rows
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

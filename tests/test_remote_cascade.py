@@ -7,7 +7,6 @@ import pytest
 
 from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig, make_drafter
-from cluster.faulty_link import FaultyLink
 from cluster.grpc_server import DraftServer
 from cluster.link import memory_link
 from cluster.placement import Placement
@@ -22,7 +21,7 @@ from engine.runner import ModelRunner
 from engine.types import SamplingParams
 from engine.windows import FixedTree
 from tests import exact
-from tests.cluster_fixtures import PATIENCE_S, until
+from tests.cluster_fixtures import PATIENCE_S, faulty, until
 
 TOKENS = 16
 
@@ -54,7 +53,7 @@ def test_three_actors_in_a_row_serve_the_plain_tokens(target: ModelRunner, draft
     with drafting(RetrievalDrafter(answers)) as innermost:
         near, far = memory_link()
         innermost.add_link(far)
-        remote.add_link(FaultyLink(near, 1, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1) if faults else near)
+        remote.add_link(faulty(near, 1) if faults else near)
         with drafting(outer(draft, remote)) as middle:
             replica = TargetReplica(target, FixedTree(7), max_batch=2)
             near, far = memory_link()

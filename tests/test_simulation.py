@@ -115,6 +115,15 @@ def test_a_useless_draft_costs_little() -> None:
     assert pipelined > 0.93 * plain
 
 
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_draft_ten_times_slower_shrinks_windows_and_holds_hardly_any_token_up(streams: int) -> None:
+    slow = replace(COSTS, draft=parse_times("10", ""))
+    fleets = Fleet(COSTS, "plain"), Fleet(COSTS), Fleet(slow)
+    plain, usual, slowed = (simulate(replace(fleet, streams=streams), requests(32)).figures() for fleet in fleets)
+    assert slowed["verified_per_step"] < usual["verified_per_step"] / 2
+    assert slowed["itl_ms_p99"] <= 1.2 * plain["itl_ms_p99"]
+
+
 def test_a_slower_link_costs_speed() -> None:
     tps = [simulate(Fleet(replace(COSTS, latency_ms=ms)), requests(3)).tps for ms in (0.1, 4, 30)]
     assert tps == sorted(tps, reverse=True)

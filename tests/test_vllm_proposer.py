@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -30,13 +31,9 @@ from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
 from engine.types import Close, Down, Growth, IntArray, Open, Renew, Up
 from tests import exact
-from tests.cluster_fixtures import PATIENCE_S, until
+from tests.cluster_fixtures import PATIENCE_S, row, until
 
 VOCAB, MOST, TOKENS = 4096, 5, 48
-
-
-def row(*tokens: int) -> IntArray:
-    return np.asarray(tokens, np.int32)
 
 
 def test_a_proposal_follows_the_likeliest_children_as_long_as_it_may_hold() -> None:
@@ -110,6 +107,68 @@ def test_a_service_that_is_not_there_is_told_once(
     assert told == ["no drafts from 127.0.0.1:1 until it is there: no name"]
 
 
+class Broken:
+    """Proposals that say what they were asked, and fail on the second call."""
+
+    def __init__(self, options: ProposerOptions) -> None:
+        self.options = options
+        self.asked: list[tuple[list[list[int]], list[bool]]] = []
+        self.times = deque([(0.5, 0.25)])
+        self.closed = threading.Event()
+
+    def propose(self, rows: Sequence[IntArray], sampled: Sequence[bool]) -> list[list[int]]:
+        self.asked.append(([each.tolist() for each in rows], list(sampled)))
+        if len(self.asked) == 2:
+            raise RuntimeError("what drafts said could not be taken in")
+        return [[7] if each else [] for each in sampled]
+
+    def follow(self, addresses: Sequence[str] | None) -> dict[str, int]:
+        return {"drafts": len(addresses or ())}
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_vllm_gets_proposals_for_its_rows_until_they_fail_and_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Broken] = []
+
+    def make(options: ProposerOptions) -> Broken:
+        made.append(Broken(options))
+        return made[0]
+
+    monkeypatch.setenv(ADDRESSES, "127.0.0.1:9100, localhost:9101")
+    monkeypatch.setenv(WAIT_MS, "2")
+    monkeypatch.setattr(vllm_proposer, "Proposals", make)
+    monkeypatch.setattr(vllm_proposer, "_answers", lambda: True)
+    monkeypatch.setattr(vllm_proposer, "mend", lambda: None)
+    speculation = SimpleNamespace(num_speculative_tokens=MOST, draft_model_config=None)
+    model = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+    proposer = RemoteProposer(SimpleNamespace(additional_config={}, speculative_config=speculation, model_config=model))
+    [proposals] = made
+    assert proposals.options == ProposerOptions(("127.0.0.1:9100", "localhost:9101"), MOST, VOCAB, 0.002)
+    assert proposer.follow(["127.0.0.1:9100"]) == {"drafts": 1}
+    assert proposer.take_times() == [(0.5, 0.25)]
+    assert proposer.take_times() == []
+    tokens = np.asarray([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8], [9, 9, 9, 9, 9]], np.int32)  # the last row is no request's
+    lengths = np.asarray([3, 4, 5], np.int32)
+    assert proposer.propose([[3], []], lengths, tokens) == [[7], []]
+    assert proposals.asked == [([[1, 2, 3], [4, 5, 6, 7]], [True, False])]
+    for _ in range(2):
+        assert proposer.propose([[3], []], lengths, tokens) == [[], []]
+    assert len(proposals.asked) == 2, "what failed is not asked again"
+    assert proposals.closed.wait(PATIENCE_S)
+    assert proposer.follow(None) == {}
+    assert proposer.take_times() == []
+
+
+def fed(proposals: Proposals, rows: Sequence[IntArray]) -> bool:
+    """Whether the mirrors of all rows that a draft works for hold something that may come next."""
+    state = proposals._state
+    with proposals._changed:
+        sessions = proposals._sessions.follow(rows, time.monotonic())
+        return all(state.hit(session) or not state.attached(session) for session in sessions if session >= 0)
+
+
 class Engine:
     """Does with proposals what vLLM does: takes what its own greedy text confirms, in rows whose order changes."""
 
@@ -136,7 +195,7 @@ class Engine:
             assert all(len(answer) <= MOST for answer in answers)
             assert all(not answer for answer, decodes in zip(answers, sampled, strict=True) if not decodes)
             waiting = dict(zip(order, answers, strict=True))
-            time.sleep(0.01)  # the target's step, in which the draft works
+            until(lambda: fed(proposals, rows), "growth is there, which came while the target stepped")  # noqa: B023
 
     def _step(self, i: int, proposal: list[int]) -> None:
         text = self._texts[i][self._done[i] :]

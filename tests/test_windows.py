@@ -8,20 +8,13 @@ import pytest
 from deployments.config import TargetOptions
 from engine.budget import CostModel, Window
 from engine.runner import ModelRunner
-from engine.tree import ROOT, TokenTree
+from engine.tree import TokenTree
 from engine.types import IntArray
 from engine.window_choice import WindowName, make_window
 from engine.windows import Bandit, ConfidenceThreshold, Heuristic
 from tests import exact
 from tests.exact import Tokens, differences, make_requests, run
-
-
-def chain(*confidences: float) -> TokenTree:
-    tree, node = TokenTree(0, len(confidences) + 1), ROOT
-    for token, confidence in enumerate(confidences):
-        node = tree.add(node, token, confidence)
-    return tree
-
+from tests.rows import chain
 
 LONG = chain(*[0.5] * 40)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cluster.draft import DraftReplica
-from cluster.faulty_link import FaultyLink
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.link import Link, memory_link
@@ -19,7 +18,7 @@ from engine.budget import Window
 from engine.drafters import Drafter
 from engine.runner import ModelRunner
 from engine.types import Down, GenerationRequest, TokenChunk, TokenLogprobs, Up
-from tests import exact
+from tests import cluster_fixtures, exact
 from tests.cluster_fixtures import PATIENCE_S
 
 TOKENS = 24
@@ -147,6 +146,6 @@ def over_grpc(target: TargetReplica, draft: DraftReplica) -> Iterator[None]:
 def faulty(target: TargetReplica, draft: DraftReplica, ends: int) -> Iterator[None]:
     """Faults at the target's end, or at both."""
     near, far = memory_link()
-    draft.add_link(FaultyLink(far, 2, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1) if ends == 2 else far)
-    target.add_link(FaultyLink(near, 1, drop=0.2, duplicate=0.2, delay=0.3, nonsense=0.1))
+    draft.add_link(cluster_fixtures.faulty(far, 2) if ends == 2 else far)
+    target.add_link(cluster_fixtures.faulty(near, 1))
     yield
