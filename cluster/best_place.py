@@ -153,6 +153,11 @@ class _Measured:
         best, here = self._speeds[self.best], self._speeds[self.place]
         if self.place == self.best:
             others = [place for place in self._speeds if place != self.best]
+            if self._here >= self.enough:  # it may have become slower than another one was
+                fastest = max(self._seen, key=lambda place: self._speeds[place].rate)
+                if self._speeds[fastest].rate > _MARGIN * best.rate:
+                    self.best = fastest
+                    return fastest
             others.sort(key=lambda place: -self._speeds[place].at_best)
             found = next((place for place in others if self._worth_a_look(place)), None)
             if found is None:

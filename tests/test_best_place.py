@@ -148,6 +148,13 @@ def test_steps_that_read_prompts_count_too(least: int, most: int, place: Place) 
     assert found[place] > 0.9 * 10_000
 
 
+def test_a_place_that_has_become_slower_than_another_was_is_left_without_a_look() -> None:
+    best = BestPlace(("separate", "none"))
+    shares(best, 90, MANY, {"separate": 1.1, "none": 1.0})
+    assert best.place == "separate"
+    assert shares(best, 200, MANY, {"separate": 0.7, "none": 1.0})["none"] > 0.5
+
+
 def test_a_kind_whose_looks_are_cheap_takes_none_from_another() -> None:
     """Sixteen sequences look at drafts that are nearly as fast, again and again; sixty-four never did, where they pay."""
     best, found = BestPlace(("separate", "none")), 0.0
