@@ -152,19 +152,7 @@ class _Measured:
     def _next(self) -> Place:
         best, here = self._speeds[self.best], self._speeds[self.place]
         if self.place == self.best:
-            others = [place for place in self._speeds if place != self.best]
-            if self._here >= self.enough:  # it may have become slower than another one was
-                fastest = max(self._seen, key=lambda place: self._speeds[place].rate)
-                if self._speeds[fastest].rate > _MARGIN * best.rate:
-                    self.best = fastest
-                    return fastest
-            others.sort(key=lambda place: -self._speeds[place].at_best)
-            found = next((place for place in others if self._worth_a_look(place)), None)
-            if found is None:
-                return self.best
-            self._look, self._look_s = found, 0.0
-            self._savings(found).begin(found)
-            return found
+            return self._faster() or self._looked_at() or self.best
         enough = self._here >= self.enough
         if (self._here >= _FEWEST and here.rate - here.doubt > best.rate) or (
             enough and here.rate > _margin(self.place) * best.rate
@@ -172,6 +160,25 @@ class _Measured:
             self.best = self.place
         hopeless = self._here >= _FEWEST and here.at_best < _margin(self.place) * best.rate
         return self.best if enough or hopeless else self.place
+
+    def _faster(self) -> Place | None:
+        """Another place that is known to be, where the best one has become slower; it is the best now."""
+        known = [place for place in self._seen - {self.best} if self._speeds[place].steps >= _FEWEST / 2]
+        fastest = max(known, key=lambda place: self._speeds[place].rate, default=self.best)
+        if self._here < self.enough or self._speeds[fastest].rate <= _MARGIN * self._speeds[self.best].rate:
+            return None
+        self.best = fastest
+        return fastest
+
+    def _looked_at(self) -> Place | None:
+        """Another place that is worth a look, which begins."""
+        others = [place for place in self._speeds if place != self.best]
+        others.sort(key=lambda place: -self._speeds[place].at_best)
+        found = next((place for place in others if self._worth_a_look(place)), None)
+        if found is not None:
+            self._look, self._look_s = found, 0.0
+            self._savings(found).begin(found)
+        return found
 
     def _worth_a_look(self, place: Place) -> bool:
         new, best = place not in self._seen, self._speeds[self.best]
