@@ -15,9 +15,7 @@ from engine.types import GenerationRequest
 
 OVERTAKING = 8  # times that a waiting request is overtaken; and so many that don't fit are looked past
 _CHUNK = 64  # tokens of one prefix in a step, more when few prefixes share it
-_BURST = (
-    4  # times as many tokens of prefixes in a step, at most, where more wait for their first token than for their next
-)
+_BURST = 4  # times as many tokens of prefixes in a step, at most, where more wait for their first token than decode
 
 
 class Batch:

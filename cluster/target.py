@@ -30,8 +30,8 @@ from engine.drafters.retrieval import Documents
 from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
-from engine.step import MAX_WINDOW, Outcome, Plan, StepError, Stepper, check_request, rows_of, tried, useful
-from engine.types import Down, FinishReason, GenerationRequest, TokenChunk, Up, require
+from engine.step import Outcome, Plan, StepError, Stepper, check_request, check_room, rows_of, tried, useful
+from engine.types import Down, FinishReason, GenerationRequest, TokenChunk, Up
 from engine.window_choice import OFF, NamedWindows, check_window
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,7 @@ class TargetReplica:
         """
         grammar = check_request(request, self._runner, self._vocabulary)
         check_window(request.window)
-        total, room = len(request.prompt) + request.params.max_tokens, self._runner.pool.capacity - MAX_WINDOW - 1
-        require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
+        check_room(request, self._runner)
         return grammar
 
     def cancel(self, request_id: str) -> None:
@@ -343,7 +342,8 @@ class TargetReplica:
             return
         verified = plan.nodes is not None and len(plan.nodes) > 0
         if verified and plan.tree is not None and plan.nodes is not None:
-            self._windows.observe(running.window, plan.tree, tried(plan.tree, plan.nodes, outcome), outcome.path)
+            seen = tried(plan.tree, plan.nodes, outcome.accepted, len(outcome.tokens))
+            self._windows.observe(running.window, plan.tree, seen, outcome.path)
         self._stats.drafted += verified
         self._stats.empty += outcome.decoded and not verified and self._state.attached(running.session)
         if outcome.tokens:

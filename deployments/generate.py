@@ -25,9 +25,9 @@ from engine.automatic import taking_turns
 from engine.budget import CostModel
 from engine.decode import Speculation, decode_steps
 from engine.runner import Dtype, ModelRunner
-from engine.step import MAX_WINDOW, Outcome
+from engine.step import Outcome, check_room
 from engine.text import OutputText, load_tokenizer
-from engine.types import GenerationRequest, Origin, TokenChunk, require
+from engine.types import GenerationRequest, Origin, TokenChunk
 
 Mode = Literal["pipelined", "sequential", "plain"]
 Progress = Callable[[str], None]
@@ -122,8 +122,7 @@ class OneProcess:
 
     def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
         """See Engine. Raises InvalidRequest."""
-        total, room = len(request.prompt) + request.params.max_tokens, self._target.pool.capacity - MAX_WINDOW - 1
-        require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
+        check_room(request, self._target)
         mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], self._speculation, self._tokenizer):
             now = time.monotonic()

@@ -135,7 +135,8 @@ def _loop(
         for index, plan, outcome in zip(list(running), plans, outcomes, strict=True):
             if speculation is not None and outcome.tokens and index in drafted:
                 if plan.tree is not None and plan.nodes is not None:
-                    speculation.window.observe(plan.tree, tried(plan.tree, plan.nodes, outcome), outcome.path)
+                    seen = tried(plan.tree, plan.nodes, outcome.accepted, len(outcome.tokens))
+                    speculation.window.observe(plan.tree, seen, outcome.path)
                     if learner is not None:
                         learner.learn(index, plan.tree, plan.nodes, outcome.choices)
                 if reader is not None and outcome.state is not None:

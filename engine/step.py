@@ -179,12 +179,17 @@ def useful(sequence: Sequence, tree: TokenTree, nodes: IntArray) -> IntArray:
     return nodes[tree.depth[nodes] < sequence.left]
 
 
-def tried(tree: TokenTree, nodes: IntArray, outcome: Outcome) -> IntArray:
-    """Those of the verified nodes of which a step says how good they were: where an output ended with one of them, nobody
-    knows of those behind.
+def tried(tree: TokenTree, nodes: IntArray, accepted: int, committed: int) -> IntArray:
+    """Those of the verified nodes of which a step says how good they were, of whose tokens so many were draft tokens: where
+    an output ended with one of them, nobody knows of those behind.
     """
-    ended_there = outcome.accepted == len(outcome.tokens)
-    return nodes[tree.depth[nodes] <= outcome.accepted] if ended_there else nodes
+    return nodes[tree.depth[nodes] <= accepted] if accepted == committed else nodes
+
+
+def check_room(request: GenerationRequest, runner: ModelRunner) -> None:
+    """Raises InvalidRequest for a request that would not fit into the target's KV even alone."""
+    total, room = len(request.prompt) + request.params.max_tokens, runner.pool.capacity - MAX_WINDOW - 1
+    require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the target has room for {room}")
 
 
 class StepError(RuntimeError):

@@ -23,6 +23,7 @@ from engine.drafters.ngram import DOUBTFUL
 from engine.elastic import ElasticSequence
 from engine.kv import KVPool, Lease
 from engine.prefix import HandleChain
+from engine.step import tried
 from engine.tree import TokenTree
 from engine.types import Down, GenerationRequest, IntArray, Origin, TokenChunk, Up
 from engine.verify import walk
@@ -264,9 +265,7 @@ class SimulatedTarget:
         stats.drafted += verified
         stats.empty += not (first or verified) and self._state.attached(running.session)
         if verified:
-            ended_there = accepted == len(taken)  # see engine.step.tried
-            seen = nodes[tree.depth[nodes] <= accepted] if ended_there else nodes
-            self._window.observe(tree, seen, path[:accepted])
+            self._window.observe(tree, tried(tree, nodes, accepted, len(taken)), path[:accepted])
         stats.hits += self._advance(running.session, taken) and not first
         finished = sequence.finish_reason
         origins: list[Origin] = ["draft" if i < accepted else "target" for i in range(len(taken))]
