@@ -73,6 +73,12 @@ def distill(
     sequence_length: Annotated[int, typer.Option(min=64, help="tokens per window")] = 256,
     own_windows: Annotated[int, typer.Option(min=2, help="windows that the target writes before the training")] = 4096,
     learning_rate: Annotated[float, typer.Option(min=0, help="peak; the schedule is a cosine")] = 2e-3,
+    loss: Annotated[
+        Literal["kl", "tv"],
+        typer.Option(
+            help="what is minimized: the divergence from the target, or the total variation (not accepted at T = 1)"
+        ),
+    ] = "kl",
     seed: Annotated[int, typer.Option(min=0, help="of texts and batches")] = 0,
     work: Annotated[Path, typer.Option(help="folder of the state from which a run resumes")] = Path("build/distill"),
 ) -> None:
@@ -109,6 +115,7 @@ def distill(
                 own_windows=own_windows,
                 learning_rate=learning_rate,
                 seed=seed,
+                loss=loss,
             )
         )
     if figures:
