@@ -131,7 +131,10 @@ class OwnGuesses:
             mirror(session).adopt(drafter.tree(session), _HUNG, known=False)
 
     def stepped(self, plans: Sequence[Plan], outcomes: Sequence[Outcome]) -> None:
-        """A step of the target ended: what it brought, for a drafter that weighs its own steps against that."""
+        """A step of the target ended: what it brought, for a drafter that weighs its own steps against that.
+
+        No outcomes: it failed.
+        """
         effort = self._local.effort if self._local is not None else None
         if effort is not None and self._open:
             effort.ended(plans, outcomes)

@@ -214,6 +214,7 @@ class TargetReplica:
         try:
             outcomes = self._stepper.step(plans)
         except StepError as error:  # nothing was committed: the others take this step again
+            self._shared.stepped(plans, [])
             self._end(self._running[error.request_id].submitted, "error", str(error))
             return
         forward_s = time.monotonic() - forward_started

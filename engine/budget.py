@@ -242,7 +242,7 @@ class GoodputWindow:
     cost: CostModel
     max_nodes: int = 31
     overhead_ms: float = 0.0
-    _idle: int = 0  # choices in a row that took nothing
+    _idle: int = 0  # choices in a row that took nothing of what there was
     _last: Choice | None = None
 
     def explain(self) -> Choice | None:
@@ -261,7 +261,7 @@ class GoodputWindow:
         order = top(everything, min(self.max_nodes, MAX_WINDOW) if alone else self.max_nodes)
         milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :]
         chosen, accepted = self._best(everything[order], milliseconds, len(trees))
-        self._idle = 0 if chosen else self._idle + 1
+        self._idle = 0 if chosen else self._idle + (len(everything) > 0)
         if chosen == 0 and self._idle % _PROBE_EVERY == 0 and len(everything):
             chosen, accepted = 1, float(everything[order[0]])  # a look whether speculation pays again
         self._last = Choice(len(trees), chosen, accepted, float(milliseconds[chosen]), float(milliseconds[0]))

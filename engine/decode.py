@@ -13,7 +13,10 @@ from engine.grammar import Vocabulary
 from engine.kv import PoolExhausted
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, Sequence, Stepper, tried, useful
+from engine.tree import TokenTree
 from engine.types import FinishReason, GenerationRequest, TokenLogprobs
+
+_NOTHING = TokenTree(0, 1)  # of a sequence that takes part in a step without a drafter
 
 
 @dataclass
@@ -181,7 +184,8 @@ def _plan(running: dict[int, Sequence], speculation: Speculation | None, drafted
         return [Plan(sequence) for sequence in running.values()]
     draft_steps(speculation.drafter, decoding, speculation.draft_steps, speculation.effort)
     trees = {index: speculation.drafter.tree(index) for index in decoding}
-    nodes = dict(zip(decoding, speculation.window.choose(list(trees.values())), strict=True))
+    alone = [_NOTHING] * (sum(not sequence.prefilling for sequence in running.values()) - len(decoding))
+    nodes = dict(zip(decoding, speculation.window.choose([*trees.values(), *alone]), strict=False))
     for index in decoding:
         nodes[index] = useful(running[index], trees[index], nodes[index])
     return [Plan(sequence, trees.get(index), nodes.get(index)) for index, sequence in running.items()]

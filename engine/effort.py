@@ -189,9 +189,10 @@ class EffortWindow(GoodputWindow):
     def ended(self, plans: Sequence[Plan], outcomes: Sequence[Outcome]) -> None:
         """The target step ended that `drafted` began.
 
-        Where it did more than decode, it says nothing of what decoding costs, nor do the draft steps before it.
+        Where it did more than decode, or failed and has no outcomes, it says nothing of what decoding costs, nor do the
+        draft steps before it.
         """
-        if all(outcome.decoded for outcome in outcomes):
+        if outcomes and all(outcome.decoded for outcome in outcomes):
             self.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
         else:
             self._begin(None)

@@ -82,7 +82,7 @@ def expand(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, confid
     for row in range(len(expanded)):
         nodes.expanded[expanded[row]] = True
         for i in range(tokens.shape[1]):
-            if i == 0 or not confidences[row, i] < least:
+            if i == 0 or confidences[row, i] >= max(least, _TINY):
                 size = max(size, 1 + add(nodes, size, expanded[row], tokens[row, i], confidences[row, i]))
     return size
 
@@ -97,6 +97,7 @@ def overrule(nodes: Nodes, size: int, expanded: IntArray, tokens: IntArray, conf
                 for j in range(tokens.shape[1]):
                     if tokens[row, j] == nodes.token[i] and 0 <= confidences[row, j] <= 1:
                         nodes.confidence[i] = confidences[row, j]
+                        break  # behind the possible ones, other places are filled with a token and 0
     reweigh(nodes, size)
 
 

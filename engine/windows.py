@@ -159,7 +159,8 @@ class Bandit:
             return chains
         rows = sum(1 + np.minimum(len(chain), self._lengths) for chain in chains)  # of a step with each length
         milliseconds = self._cost.table(int(rows.max()))[rows]
-        self._chosen = int(self._lengths[np.argmax((1 + self._hoped()) / milliseconds)])
+        tokens = len(chains) + sum(len(chain) > 0 for chain in chains) * self._hoped()
+        self._chosen = int(self._lengths[np.argmax(tokens / milliseconds)])
         if self._chosen == 0:
             self._seen *= _FADES  # nothing comes to observe, or it would stay so for ever
         return [chain[: self._chosen] for chain in chains]

@@ -338,6 +338,13 @@ def test_goodput_looks_now_and_then_whether_speculation_pays_again() -> None:
     assert sum(sizes) == 3
 
 
+@pytest.mark.parametrize("empty", [0, 1])
+def test_goodput_looks_also_where_only_every_other_step_finds_something(empty: int) -> None:
+    window = GoodputWindow(Calibration(), costs(STEEP))
+    trees = [star(0.1) if step % 2 != empty else TokenTree(0, 1) for step in range(6 * _PROBE_EVERY)]
+    assert sum(len(window.choose([tree])[0]) for tree in trees) == 3
+
+
 def test_goodput_learns_that_a_confident_draft_is_wrong() -> None:
     window = GoodputWindow(Calibration(), costs({1: 10.0, 101: 110.0}))
     tree = star(0.95)

@@ -245,6 +245,23 @@ def test_a_drafter_that_expands_nothing_is_learned_from_and_rests_too() -> None:
     assert world.window.share < 0.5, "what its guesses are worth was not learned"
 
 
+def test_a_step_that_failed_ends_its_draft_steps_too() -> None:
+    world = World(0.95)
+    world.turns(100)
+    for _ in range(4):
+        drafted = 0
+        while drafted < 12 and world.window.pays([world.tree]):
+            [node] = world.tree.frontier(1, 100)
+            world.tree.expand([node], np.ones((1, 1), np.int32), np.full((1, 1), 0.95, np.float32))
+            world.window.grew([world.tree])
+            drafted += 1
+        assert drafted > 2
+        world.window.drafted()
+        world.window.ended([], [])
+        assert world.window._draft_steps == 0
+        world.tree.reset(0)
+
+
 def test_steps_that_read_a_prompt_say_nothing_of_what_drafting_costs(target: ModelRunner, draft: ModelRunner) -> None:
     """One sequence decodes while another's long prompt is read: the draft steps of each turn end with it."""
     speculation = taking_turns(draft, CostModel(), 0.1)

@@ -316,6 +316,15 @@ def test_unsent_nodes_are_told_when_they_are_among_the_best() -> None:
     assert grown((0, 1, 0.6)).unsent(2).tolist() == [1]
 
 
+def test_places_behind_the_possible_tokens_are_no_children() -> None:
+    """Where a grammar allows fewer than a draft looks for, the rest is token 0 with a confidence of 0."""
+    tree = TokenTree(0)
+    tree.expand([ROOT], np.asarray([[5, 0, 0]], np.int32), np.asarray([[1.0, 0, 0]], np.float32))
+    assert tree.token[1 : tree.size].tolist() == [5]
+    tree.expand([1], np.asarray([[0, 0, 0]], np.int32), np.asarray([[1.0, 0, 0]], np.float32), overrule=True)
+    assert tree.confidence[1 : tree.size].tolist() == [1.0, 1.0]
+
+
 def test_children_that_are_hardly_likely_are_left_out_but_never_the_first() -> None:
     tree = TokenTree(0)
     tokens = np.asarray([[7, 8, 9], [5, 6, 4]], np.int32)

@@ -131,6 +131,20 @@ def test_a_step_of_many_sequences_gets_shorter_chains() -> None:
     assert alone >= 12 > together
 
 
+def test_a_chain_among_many_sequences_without_one_counts_its_own_tokens_alone() -> None:
+    """16 tokens in 10 ms without, 18.4 in 18 ms with four of one sequence, 60 % of which are right."""
+    model = CostModel()
+    for rows, milliseconds in ((16, 10.0), (32, 42.0)):
+        model.start(rows, milliseconds)
+    window, none = Bandit(model, 4), TokenTree(0, 1)
+    found = []
+    for at in range(400):
+        nodes = window.choose([LONG, *[none] * 15])[0]
+        window.observe(LONG, nodes, nodes[: (2, 3)[at % 2]].tolist())
+        found.append(len(nodes))
+    assert found[-200:].count(0) > 150
+
+
 # all of them
 
 
