@@ -41,7 +41,7 @@ class Measure:
 # Names end as Prometheus wants it, without the "_total" of counters.
 MEASURES: dict[str, Measure] = {
     # of a target replica
-    "paceline_queue": Measure("gauge", "requests that wait to be admitted"),
+    "paceline_queue": Measure("gauge", "requests that a replica has taken and not begun; others wait in Serve"),
     "paceline_running": Measure("gauge", "requests in the batch"),
     "paceline_drafts": Measure("gauge", "draft replicas that are linked"),
     "paceline_pages_used": Measure("gauge", "KV pages that requests hold"),
@@ -72,6 +72,9 @@ MEASURES: dict[str, Measure] = {
     "paceline_sessions_reattached": Measure("counter", "of them, since a draft left or joined"),
     "paceline_prefixes_resent": Measure("counter", "times a draft asked for a prefix"),
     # of a target replica, under the names that tools read
+    "vllm:num_requests_running": Measure("gauge", "as paceline_running"),
+    "vllm:num_requests_waiting": Measure("gauge", "as paceline_queue"),
+    "vllm:kv_cache_usage_perc": Measure("gauge", "share of the KV pages that requests hold, 0 to 1"),
     "vllm:spec_decode_num_drafts": Measure("counter", "sequence steps that verified draft tokens"),
     "vllm:spec_decode_num_draft_tokens": Measure("counter", "draft tokens verified"),
     "vllm:spec_decode_num_accepted_tokens": Measure("counter", "draft tokens accepted"),
@@ -86,7 +89,9 @@ MEASURES: dict[str, Measure] = {
     "paceline_streams": Measure("gauge", "samples that clients are waiting for"),
     "paceline_finished": Measure("counter", "samples that ended, by reason"),
     "paceline_resumed": Measure("counter", "times a sample went on at another target replica, by those that finished"),
+    "paceline_prompt_tokens": Measure("counter", "tokens of the prompts of samples that began"),
     "paceline_output_tokens": Measure("counter", "tokens handed to clients"),
     "paceline_time_to_first_token_seconds": Measure("histogram", "from a sample's arrival to its first token"),
     "paceline_inter_token_latency_seconds": Measure("histogram", "between tokens: a piece's time over its tokens"),
+    "paceline_request_seconds": Measure("histogram", "from a sample's arrival to its end, of those that ended well"),
 }

@@ -36,6 +36,7 @@ class TargetReport:
         self._share("paceline_idle", active_s - (stats.forward_s - before.forward_s), active_s)
         used, pages = self._replica.pages
         values = {**_target_values(stats), **self._shares, "paceline_pages_used": used, "paceline_pages": pages}
+        values["vllm:kv_cache_usage_perc"] = used / max(1, pages)
         if round_trips_s:
             values["paceline_link_round_trip_seconds"] = max(round_trips_s)
         per_position = [
@@ -74,6 +75,8 @@ def _target_values(stats: TargetStats) -> dict[str, float]:
         "paceline_sessions_attached": stats.link["attached"],
         "paceline_sessions_reattached": stats.link["reattached"],
         "paceline_prefixes_resent": stats.link["reopened"],
+        "vllm:num_requests_running": stats.running,
+        "vllm:num_requests_waiting": stats.waiting,
         "vllm:spec_decode_num_drafts": stats.drafted,
         "vllm:spec_decode_num_draft_tokens": stats.verified,
         "vllm:spec_decode_num_accepted_tokens": stats.accepted,

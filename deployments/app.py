@@ -40,6 +40,7 @@ def build(args: ServeConfig) -> Application:
         num_replicas=args.http.replicas,
         max_ongoing_requests=_INGRESS_STREAMS,
         **_lifecycle(args.limits.drain_s),
+        max_surge_percent=100,  # else nobody would answer from when one is told to go until its last stream has ended
         ray_actor_options=_actor(Resources(resources=args.http.resources), MACHINE_LOSS),
     )(Ingress)
     registries = {model.name: registry_name(model) for model in args.models}
@@ -65,6 +66,7 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
             policy=_policy("TargetPolicy"),
         ),
         **_lifecycle(args.limits.drain_s),
+        max_surge_percent=scaling.max_surge_percent,
         ray_actor_options=_actor(options.replicas),
     )(TargetDeployment)
     shared = shared_tokens(model, args)

@@ -37,7 +37,8 @@ def root(
     """Handles what stands before a command."""
     if show_version:
         version()
-    elif context.invoked_subcommand is None:
+        raise typer.Exit
+    if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
@@ -93,6 +94,10 @@ def serve(
     ] = None,
     port: Annotated[int | None, typer.Option(help="of the HTTP API", show_default="8000")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="of the gRPC API; 0: none", show_default="9000")] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="clients need a key of it, one on a line; none: everybody may ask"),
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="of a Ray cluster to serve on", show_default="one is started here")
     ] = None,
@@ -113,7 +118,7 @@ def serve(
     with one_line_errors():
         from deployments.config_load import check_config, chosen_config, on_gpus
 
-        chosen = chosen_config(config, target, draft, dtype, invariant, host, port, grpc_port)
+        chosen = chosen_config(config, target, draft, dtype, invariant, host, port, grpc_port, api_keys_file)
         check_config(chosen)
         from ray.serve.exceptions import RayServeException
         from torch.cuda import device_count

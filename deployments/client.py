@@ -22,12 +22,25 @@ _OPTIONS = [("grpc.max_receive_message_length", -1)]  # what we asked for may be
 class Client:
     """A connection to a server; may be used from several threads."""
 
-    def __init__(self, address: str, api_key: str | None = None, application: str | None = None) -> None:
-        """address: "host:port". application: of Ray Serve, where there are several."""
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        application: str | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """address: "host:port". application: of Ray Serve, where there are several.
+
+        tls: for a gateway that ends it, grpc.ssl_channel_credentials() with the certificates it needs; None: not encrypted.
+        """
         self.address = address
         given = {"application": application, "authorization": f"Bearer {api_key}" if api_key is not None else None}
         self._metadata = tuple((name, value) for name, value in given.items() if value is not None)
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = (
+            grpc.secure_channel(address, tls, options=_OPTIONS)
+            if tls
+            else grpc.insecure_channel(address, options=_OPTIONS)
+        )
         self._generate: grpc.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateChunk] = (
             self._channel.unary_stream(
                 f"/{_SERVICE}/Generate",

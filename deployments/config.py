@@ -156,6 +156,13 @@ class TargetScaling(_Settings):
     target_ongoing: PositiveFloat = Field(
         16.0, description="requests, running and queued, that one replica should have"
     )
+    max_surge_percent: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="replicas beyond, while a changed configuration is rolled out: above 0, one goes when its successor is "
+        "ready, which needs room for both; 0: it goes first",
+    )
     delays: Delays = Delays()
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from cluster.vllm_options import check_options
 from deployments.cli_options import read_text
 from deployments.config import DraftOptions, Dtype, ServeConfig
-from engine.checkpoint import ModelError, check_checkpoint, check_tokenizer
+from engine.checkpoint import ModelError, check_checkpoint, check_tokenizer, hidden_size
 from engine.choice import check_documents
 from engine.local_choice import check_heads
 
@@ -50,6 +50,7 @@ def chosen_config(
     host: str | None,
     port: int | None,
     grpc_port: int | None,
+    api_keys_file: Path | None,
 ) -> ServeConfig:
     """A file, or one pair of models (the bundled one if none is named), with addresses of its own. Raises ConfigError."""
     config = load_config(path) if path is not None else ServeConfig()
@@ -67,6 +68,8 @@ def chosen_config(
         if model["draft"] is not None:
             model["draft"]["dtype"] = dtype
     values["http"].update({"host": host or config.http.host, "port": config.http.port if port is None else port})
+    if api_keys_file is not None:
+        values["http"]["api_keys_file"] = str(api_keys_file)
     values["grpc"].update({"port": config.grpc.port if grpc_port is None else grpc_port or None})
     return parse_config(values)
 
@@ -108,7 +111,7 @@ def check_config(config: ServeConfig) -> None:
         _check_documents(f"{where}.target.documents", model.target.documents)
         if model.target.heads is not None:
             with _naming(f"{where}.target.heads"):
-                check_heads(model.target.heads, target.get("hidden_size"), model.target.checkpoint)
+                check_heads(model.target.heads, hidden_size(target) or None, model.target.checkpoint)
         if model.draft is not None:
             _check_draft(f"{where}.draft", model.draft, target["vocab_size"])
     files = {"tls_certificate": config.http.tls_certificate, "tls_key": config.http.tls_key}

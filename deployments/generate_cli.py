@@ -8,7 +8,7 @@ import typer
 
 from deployments.cli_errors import one_line_errors, runtime_errors
 from deployments.cli_options import GUESSING, DraftOption, DtypeOption, InvariantOption, TargetOption, read_text
-from engine.checkpoint import MODELS, check_checkpoint, check_pair
+from engine.checkpoint import MODELS, check_checkpoint, check_pair, hidden_size
 from engine.choice import check_documents
 from engine.local_choice import LocalName, check_heads, check_local
 from engine.types import Grammar, InvalidRequest, require
@@ -193,6 +193,6 @@ def check_own_drafter(
     require(local is None or mode == "pipelined", "local", "only in pipelined mode")
     check_local(local, heads, documents)
     if heads is not None:
-        check_heads(heads, check_checkpoint(target).get("hidden_size"), target)
+        check_heads(heads, hidden_size(check_checkpoint(target)) or None, target)
     if documents is not None:
         check_documents(documents)

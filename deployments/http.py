@@ -1,6 +1,7 @@
 """OpenAI's API over HTTP, as an ASGI application: what clients ask for, checked, run, and answered."""
 
 import asyncio
+import hashlib
 import inspect
 import time
 import uuid
@@ -162,7 +163,8 @@ class Api:
         self, request: Request, body: Any, model: ServedModel, make: Callable[..., Result], kind: str
     ) -> Result:
         """What is made of the body, on another thread: within the request's time, and while its client waits."""
-        job = partial(make, f"{kind}-{request_id(request)}", body, model, request.state.salt)
+        salt = _salted(request.state.salt, body.cache_salt)
+        job = partial(make, f"{kind}-{request_id(request)}", body, model, salt)
         making = self._service.prepare(job, body.formed, request.state.arrived, body.paceline.timeout_s)
         return await unless_gone(request, making)
 
@@ -268,6 +270,11 @@ def _tokenized(body: openai.TokenizeRequest, model: ServedModel) -> str:
     if body.return_token_strs:
         answer.token_strs = [str(token) for token in model.tokenizer.convert_ids_to_tokens(answer.tokens)]
     return answer.model_dump_json()
+
+
+def _salted(tenant: bytes, salt: str) -> bytes:
+    """The tenant's salt, or what it is together with one of the request's own."""
+    return hashlib.sha256(tenant + b"/" + salt.encode("utf-8", "surrogatepass")).digest()[:16] if salt else tenant
 
 
 def _card(model: ServedModel) -> shapes.ModelCard:

@@ -24,10 +24,12 @@ from engine.types import GenerationRequest, InvalidRequest
 
 FIRST_TOKEN = "paceline_time_to_first_token_seconds"
 BETWEEN_TOKENS = "paceline_inter_token_latency_seconds"
+WHOLE = "paceline_request_seconds"
 # Upper bounds in seconds.
 BOUNDS: dict[str, tuple[float, ...]] = {
     FIRST_TOKEN: (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     BETWEEN_TOKENS: (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+    WHOLE: (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 }
 _LABELS = ["model_name", "replica"]
 _REGISTRY_TIMEOUT_S = 2.0
@@ -59,7 +61,9 @@ class Latencies:
     def __init__(self) -> None:
         """Nothing yet."""
         self.first_token, self.between_tokens = Histogram(FIRST_TOKEN), Histogram(BETWEEN_TOKENS)
+        self.whole = Histogram(WHOLE)
         self.open = 0
+        self.prompt_tokens = 0
         self.tokens = 0
         self.resumed = 0
         self.finished = {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "refused": 0, "invalid": 0}
@@ -75,9 +79,15 @@ class Latencies:
     def samples(self) -> list[Sample]:
         """For the ingress replica's report."""
         finished = [Sample("paceline_finished", count, (("reason", name),)) for name, count in self.finished.items()]
-        counts = {"streams": self.open, "output_tokens": self.tokens, "resumed": self.resumed}
+        counts = {
+            "streams": self.open,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.tokens,
+            "resumed": self.resumed,
+        }
         counted = [Sample(f"paceline_{name}", count) for name, count in counts.items()]
-        return [*counted, *finished, self.first_token.sample(), self.between_tokens.sample()]
+        histograms = (self.first_token, self.between_tokens, self.whole)
+        return [*counted, *finished, *(histogram.sample() for histogram in histograms)]
 
 
 class MeasuredService(Service):
@@ -108,7 +118,8 @@ class MeasuredService(Service):
         latencies.open += 1
         reason = "cancelled"
         try:
-            async with aclosing(_timed(super().run(model, request, timeout_s, arrived), latencies, arrived)) as pieces:
+            output = super().run(model, request, timeout_s, arrived)
+            async with aclosing(_timed(output, latencies, len(request.prompt), arrived)) as pieces:
                 async for piece in pieces:
                     reason = piece.finish_reason or reason
                     latencies.resumed += piece.speculation.resumed if piece.speculation is not None else 0
@@ -131,23 +142,29 @@ class MeasuredService(Service):
             latencies.finished[reason] += 1
 
 
-async def _timed(pieces: AsyncGenerator[Piece], latencies: Latencies, arrived: float | None) -> AsyncGenerator[Piece]:
+async def _timed(
+    pieces: AsyncGenerator[Piece], latencies: Latencies, prompt: int, arrived: float | None
+) -> AsyncGenerator[Piece]:
     """The same pieces. Until one is asked for, its time does not run: a slow client is not the model's latency.
 
-    arrived: when the request came; that of the first one runs since then.
+    prompt: tokens of it. arrived: when the request came; the time of the first piece runs since then.
     """
     histogram = latencies.first_token
     async with aclosing(pieces):
-        waited = 0.0 if arrived is None else time.monotonic() - arrived
+        whole = waited = 0.0 if arrived is None else time.monotonic() - arrived
         while True:
             started = time.monotonic()
             piece = await anext(pieces, None)
             if piece is None:
                 return
-            waited += time.monotonic() - started
+            spent = time.monotonic() - started
+            waited, whole = waited + spent, whole + spent
             if count := len(piece.tokens):
+                latencies.prompt_tokens += prompt if histogram is latencies.first_token else 0
                 latencies.tokens_came(histogram, waited, count)
                 histogram, waited = latencies.between_tokens, 0.0
+            if piece.finish_reason is not None:
+                latencies.whole.observe(whole)
             yield piece
 
 

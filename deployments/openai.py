@@ -15,7 +15,7 @@ UNSUPPORTED = (  # fields that would change the output, and are not done here: b
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf"),
     *("json_schema", "audio", "prediction", "chat_template", "echo_logprobs", "prompt_embeds"),
     *("continue_final_message", "include_stop_str_in_output", "allowed_token_ids", "truncate_prompt_tokens"),
-    *("documents", "return_tokens_as_token_ids", "web_search_options"),
+    *("documents", "return_tokens_as_token_ids", "return_token_ids", "web_search_options"),
 )
 AS_THEY_ARE: dict[str, Any] = {
     "skip_special_tokens": True,
@@ -80,6 +80,7 @@ class _Request(Sampling):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     best_of: Int | None = None  # taken when it changes nothing
+    cache_salt: Text = ""  # KV is shared among requests with the same one
     paceline: PacelineOptions = PacelineOptions()
 
     @property

@@ -205,7 +205,15 @@ def print_ready(config: ServeConfig, console: Console) -> None:
     console.print(
         f"\n  curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", soft_wrap=True
     )
+    if not config.http.keys() and not _only_here(config.http.host):
+        console.print(
+            f"[yellow]everybody who reaches {config.http.host} may ask: --api-keys-file FILE asks for keys[/yellow]"
+        )
     console.print("[dim]Ctrl-C ends it[/dim]")
+
+
+def _only_here(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def base_url(http: HttpOptions) -> str:

@@ -80,6 +80,17 @@ class Hanging:
             self.closed += 1
 
 
+class Noting:
+    """Notes its requests, and says nothing; implements Backend."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk]:
+        self.requests.append(request)
+        yield TokenChunk(request.request_id, (), (), "stop")
+
+
 class Held:
     """Says nothing until it may, then a token or an error; implements Backend."""
 

@@ -146,7 +146,7 @@ def asked(service: Manifest) -> Iterator[tuple[str, str, dict[str, float], int, 
     """Of each deployment: its name, its role, what a replica asks of Ray, and how many there are at least and at most."""
     config = settings(service["spec"]["serveConfigV2"])
     count = config.http.replicas
-    yield "ingress", "ingress", config.http.resources, count, count
+    yield "ingress", "ingress", config.http.resources, count, count + 1  # while another configuration is rolled out
     for model in config.models:
         target, scaling = model.target.replicas, model.target.scaling
         amounts = {**target.resources, "CPU": target.cpus, "GPU": target.gpus}

@@ -200,6 +200,11 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
+def test_the_version_is_all_that_is_said() -> None:
+    result = run("--version", "config", "schema")
+    assert (result.exit_code, result.stdout.count("\n")) == (0, 1)
+
+
 @pytest.mark.parametrize("command", [["--version"], ["--help"], ["config", "schema"]], ids=" ".join)
 def test_an_output_that_cannot_be_written_is_one_line(command: list[str]) -> None:
     with open("/dev/full", "w") as full:

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,16 @@ from deployments.config_load import ConfigError, check_config, chosen_config, lo
 from deployments.http import HttpSettings, make_app
 from deployments.ingress import context, fingerprint
 from deployments.keys import ApiKeys, Unauthorized, hidden
-from deployments.serve import DeployError, base_url, check_ports, deploy, gcs_address, run_server, serve_schema
+from deployments.serve import (
+    DeployError,
+    base_url,
+    check_ports,
+    deploy,
+    gcs_address,
+    print_ready,
+    run_server,
+    serve_schema,
+)
 from tests import exact
 
 PAIR_TARGET = {"checkpoint": str(exact.TARGET)}
@@ -363,7 +373,7 @@ def test_options_choose_a_pair_or_a_file(tmp_path: Path) -> None:
     def chosen(
         path: Path | None = None, target: Path | None = None, draft: Path | None = None, port: int | None = None
     ) -> ServeConfig:
-        return chosen_config(path, target, draft, "auto", False, None, port, None)
+        return chosen_config(path, target, draft, "auto", False, None, port, None, None)
 
     assert chosen(file).http.port == 8123
     assert chosen(file, port=8124).http.port == 8124
@@ -395,7 +405,7 @@ def test_the_command_line_checks_prints_and_exports(tmp_path: Path) -> None:
 
 def test_a_pair_without_a_file_is_served_on_the_gpus_that_there_are() -> None:
     def gpus(target: Path | None, count: int) -> list[float]:
-        config = chosen_config(None, target, None, "auto", False, None, None, None)
+        config = chosen_config(None, target, None, "auto", False, None, None, None, None)
         (model,) = on_gpus(config, count).models
         return [part.replicas.gpus for part in (model.target, model.draft) if part is not None]
 
@@ -531,12 +541,37 @@ def test_names_may_say_whose_a_model_is() -> None:
 
 def test_ports_of_the_command_line_are_taken_as_they_are() -> None:
     def chosen(port: int | None, grpc_port: int | None) -> ServeConfig:
-        return chosen_config(None, None, None, "auto", False, None, port, grpc_port)
+        return chosen_config(None, None, None, "auto", False, None, port, grpc_port, None)
 
     assert chosen(None, None).grpc.port == 9000
     assert chosen(8123, 0).grpc.port is None
     with pytest.raises(ConfigError, match=r"http.port"):
         chosen(0, None)
+
+
+def test_who_serves_to_all_without_keys_is_told(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+
+    def told(host: str | None, keys: Path | None) -> str:
+        written = StringIO()
+        config = chosen_config(None, None, None, "auto", False, host, None, None, keys)
+        print_ready(config, Console(file=written, width=200))
+        return written.getvalue()
+
+    assert "everybody who reaches 0.0.0.0 may ask" in told("0.0.0.0", None)
+    for host, keys in ((None, None), ("::1", None), ("0.0.0.0", tmp_path / "keys")):
+        assert "everybody" not in told(host, keys)
+    assert "Bearer KEY" in told(None, tmp_path / "keys")
+
+
+def test_another_ingress_comes_before_one_goes_and_targets_as_configured() -> None:
+    surges = []
+    for percent in (0, 50):
+        config = parse_config(changed("models", 0, "target", "scaling", to={"max_surge_percent": percent}))
+        bound: Any = build(config)._bound_deployment
+        (target,) = (each._bound_deployment for each in bound.init_args[1].values())
+        surges.append([part._deployment_config.max_surge_percent for part in (bound, target)])
+    assert surges == [[100, 0], [100, 50]]
 
 
 def test_why_a_deployment_failed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

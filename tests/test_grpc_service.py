@@ -1,9 +1,12 @@
 """The gRPC API: outputs equal plain decoding, every error has its code, and a call that ends leaves no work behind."""
 
 import asyncio
+import shutil
+import subprocess
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,8 +34,8 @@ from tests.http_fixtures import PROMPT, Gone, Refusing, refusal, serving_replica
 class Server:
     """A grpc.aio server on a thread of its own."""
 
-    def __init__(self, methods: GrpcMethods) -> None:
-        self._methods = methods
+    def __init__(self, methods: GrpcMethods, tls: grpc.ServerCredentials | None = None) -> None:
+        self._methods, self._tls = methods, tls
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -41,7 +44,8 @@ class Server:
     async def _start(self) -> tuple[Any, int]:
         server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
         add_generation_service(self._methods, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        address = "127.0.0.1:0"
+        port = server.add_secure_port(address, self._tls) if self._tls else server.add_insecure_port(address)
         await server.start()
         return server, port
 
@@ -107,6 +111,25 @@ def serve(replica: TargetReplica, tokenizer: PreTrainedTokenizerFast) -> Iterato
     yield make
     for each in reversed(opened):
         each.close()
+
+
+def test_a_client_asks_over_tls(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    made = ["-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", "req", "-x509", *made, *files], check=True, capture_output=True)
+    model = ServedModel(
+        name="code", tokenizer=tokenizer, context=64, vocab_size=4096, fingerprint="x", created=7, backend=Hasty()
+    )
+    tls = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+    trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
+    with closing(Server(GrpcMethods({"code": model}, Service(), ApiKeys([])), tls)) as server:
+        with Client(f"127.0.0.1:{server.port}", tls=trusted) as client:
+            assert [each.name for each in client.list_models(PATIENCE_S)] == ["code"]
+        with Client(f"127.0.0.1:{server.port}", tls=grpc.ssl_channel_credentials()) as client:
+            assert refusal(lambda: client.list_models(PATIENCE_S))[0] == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.logprobs import TokenTexts
 from engine.runner import ModelRunner
 from engine.types import TokenLogprobs
-from tests.http_fixtures import KEY, PROMPT, SCHEMA, TOOL, Scripted, Server, chunks_of, running_server
+from tests.http_fixtures import KEY, PROMPT, SCHEMA, TOOL, Noting, Scripted, Server, chunks_of, running_server
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +272,7 @@ def test_templates_get_what_they_know(server: Server) -> None:
         {"verbosity": "low"},
         {"length_penalty": 2.0},
         {"return_tokens_as_token_ids": True},
+        {"return_token_ids": True},
         {"web_search_options": {"search_context_size": "low"}},
     ],
 )
@@ -326,6 +327,21 @@ def test_special_tokens_are_added_where_they_are_asked_for(
         assert server.ask("POST", "/tokenize", body)[1]["count"] == counts[added]
     assert counts[True] == counts[False] + 1
     assert counts[None] == counts[usual]
+
+
+def test_a_salt_of_its_own_keeps_a_requests_pages_apart(server: Server) -> None:
+    name, salts = server.with_backend("salted", Noting()), []
+    backend = server.models[name].backend
+    assert isinstance(backend, Noting)
+    for fields in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {"cache_salt": None}):
+        status, _, _ = server.ask("POST", "/v1/completions", {"model": name, "prompt": "x", **fields})
+        assert status == 200
+    salts = [request.salt for request in backend.requests]
+    assert salts[0] == salts[4]
+    assert salts[1] == salts[3]
+    assert len(set(salts)) == 3
+    status, body, _ = server.ask("POST", "/v1/completions", {"model": name, "prompt": "x", "cache_salt": 5})
+    assert (status, body["error"]["param"]) == (400, "cache_salt")
 
 
 def test_special_tokens_take_no_place_in_the_text(server: Server) -> None:

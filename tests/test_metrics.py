@@ -134,6 +134,7 @@ def test_what_a_target_and_a_draft_did_is_told(pair: tuple[TargetReplica, DraftR
     assert after["paceline_window", "t"] == stats.verified / stats.sequence_steps > 1
     assert 0 < after["paceline_idle", "t"] < 1
     assert after["paceline_running", "t"] == after["paceline_queue", "t"] == after["paceline_pages_used", "t"] == 0
+    assert after["vllm:num_requests_running", "t"] == after["vllm:kv_cache_usage_perc", "t"] == 0
     assert after["paceline_pages", "t"] > 0
     assert after["paceline_draft_steps_total", "d"] > 0
     assert 0 < after["paceline_draft_busy_share", "d"] <= 1
@@ -215,6 +216,10 @@ def test_latencies_are_those_of_the_tokens(model: ServedModel) -> None:
     assert latencies.open == 0
     assert 0 < values["paceline_inter_token_latency_seconds_count", "i"] < tokens
     assert 0 < values["paceline_time_to_first_token_seconds_sum", "i"] < PATIENCE_S
+    assert values["paceline_request_seconds_count", "i"] == 2
+    parts = ("paceline_time_to_first_token_seconds_sum", "paceline_inter_token_latency_seconds_sum")
+    assert 0 < values["paceline_request_seconds_sum", "i"] <= sum(values[part, "i"] for part in parts) * 1.5
+    assert values["paceline_prompt_tokens_total", "i"] == 3 * len(exact.load_prompts(1)[0])
 
 
 def test_the_first_token_is_waited_for_since_the_request_came(model: ServedModel) -> None:
@@ -229,6 +234,7 @@ def test_the_first_token_is_waited_for_since_the_request_came(model: ServedModel
     asyncio.run(read())
     values = shown(i=latencies.samples())
     assert values["paceline_time_to_first_token_seconds_sum", "i"] > 100
+    assert values["paceline_request_seconds_sum", "i"] > 100
     assert values["paceline_inter_token_latency_seconds_sum", "i"] < 100
 
 
