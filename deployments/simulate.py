@@ -1,6 +1,7 @@
 """`paceline simulate`: plain, sequential and pipelined decoding on a virtual clock, and how many drafts a fleet needs."""
 
 import json
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,22 @@ from cluster.simulation.target import Limits
 from deployments.simulate_preset import assumptions, predict, preset_table
 from deployments.simulate_view import check_table, fleet_table, mode_table
 from engine.drafters.model import Growing
+from engine.step import MAX_WINDOW
 from engine.types import InvalidRequest, require
 
 LOOKUP = 8  # tokens, of recorded texts; drawn ones never repeat themselves
 _DRAFT_MS = "1.3"
+_GUESSES = ("acceptance", "following", "spread")
+_RUNS = ("targets", "drafts", "streams", "rate", "chains", "window", "rows", "tree_nodes", "told", "fleet")
+_NOTHING_BESIDE = {  # options that would do nothing, by the one beside which they would
+    "preset": (
+        *("target_ms", "draft_ms", "overhead_ms", "latency_ms", "measured"),
+        *(*_GUESSES, "profile", "temperature", *_RUNS),
+    ),
+    "measured": ("target_ms", "overhead_ms", "temperature", *_RUNS),
+    "profile": (*_GUESSES, "prompt_tokens", "output_tokens"),
+    "rate": ("streams",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,7 @@ class Options:
         """What to simulate; raises OSError, InvalidRequest."""
         costs = Costs(
             parse_times(self.target_ms, "target_ms"),
-            parse_times(self.draft_ms or _DRAFT_MS, "draft_ms"),
+            parse_times(_DRAFT_MS if self.draft_ms is None else self.draft_ms, "draft_ms"),
             self.overhead_ms,
             self.latency_ms,
         )
@@ -82,10 +95,18 @@ class Options:
             limits=Limits(kv_tokens=self.kv_tokens, mirror_nodes=self.tree_nodes),
             seed=self.seed,
         )
-        chains = _counts(self.chains, "chains")
+        chains = _counts(self.chains, "chains", MAX_WINDOW)
         require(bool(chains), "chains", "must not be empty")
         requests = self.requests or (4 * self.streams if self.rate is None else 64)
         return Plan(described, self.source(f"T{self.temperature}"), requests, chains)
+
+
+def check_given(given: Set[str]) -> None:
+    """Of the options in a command line: raises InvalidRequest for one that would do nothing there."""
+    for option, others in _NOTHING_BESIDE.items():
+        for name in others:
+            require(option not in given or name not in given, name, f"does nothing beside --{option}")
+    require("temperature" not in given or "profile" in given, "temperature", "does nothing without --profile")
 
 
 def run(options: Options, console: Console, json_file: Path | None) -> None:
@@ -110,27 +131,28 @@ def _preset(options: Options) -> tuple[Values, list[RenderableType]]:
 
 
 def _measured(options: Options, path: Path) -> tuple[Values, list[RenderableType]]:
-    draft_ms = None if options.draft_ms is None else _floats(options.draft_ms, "draft_ms")[0]
+    draft = None if options.draft_ms is None else parse_times(options.draft_ms, "draft_ms")
     checked: Values = {}
     costs = Costs(parse_times("1", ""), parse_times("1", ""), latency_ms=options.latency_ms)
     fleet = Fleet(costs, limits=Limits(kv_tokens=options.kv_tokens), seed=options.seed)
     for name, values in load_measured(path).items():
-        plan = measured_plan(values, options.source(name), fleet, options.requests or 8, draft_ms)
+        plan = measured_plan(values, options.source(name), fleet, options.requests or 8, draft)
         checked[name] = check(plan, values)
     return checked, [check_table(name, rows) for name, rows in checked.items()]
 
 
 def _plan(options: Options) -> tuple[Values, list[RenderableType]]:
-    plan, fleets = options.plan(), _counts(options.fleet, "fleet")
+    plan, fleets = options.plan(), _counts(options.fleet, "fleet", 64)
     modes = compare(plan)
     needs = drafts_needed(plan, fleets) if fleets else []
     return {"modes": modes, "fleet": needs}, [mode_table(modes), *([fleet_table(needs)] if needs else [])]
 
 
-def _counts(text: str, name: str) -> list[int]:
+def _counts(text: str, name: str, most: int) -> list[int]:
     """`1,2,4` in order; raises InvalidRequest."""
     numbers = _floats(text, name) if text.strip() else []
-    require(all(number in range(1, 65) for number in numbers), name, "must be whole numbers between 1 and 64")
+    good = all(number in range(1, most + 1) for number in numbers)
+    require(good, name, f"must be whole numbers between 1 and {most}")
     return sorted({int(number) for number in numbers})
 
 

@@ -13,6 +13,7 @@ COSTS, GUESSES, LOAD = "What things cost", "How good the draft is", "What runs"
 
 
 def simulate(
+    context: typer.Context,
     target_ms: Annotated[
         str,
         typer.Option(
@@ -74,7 +75,14 @@ def simulate(
             min=0.001, help="requests per second and target, at random times; replaces --streams", rich_help_panel=LOAD
         ),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="per target", show_default="4 per stream; 64")] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="per target",
+            show_default="4 per stream; 64 with --rate, 12 with --preset, 8 with --measured",
+        ),
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, max=100_000, rich_help_panel=LOAD, help="per request")] = 128,
     output_tokens: Annotated[int, typer.Option(min=2, max=100_000, rich_help_panel=LOAD, help="per request")] = 256,
     kv_tokens: Annotated[
@@ -110,8 +118,9 @@ def simulate(
       paceline simulate --measured build/pipeline.json --profile profile.json
     """
     with one_line_errors():
-        from deployments.simulate import Options, run
+        from deployments.simulate import Options, check_given, run
 
+        check_given(_given(context))
         options = Options(
             target_ms=target_ms,
             draft_ms=draft_ms,
@@ -143,3 +152,9 @@ def simulate(
         if json_file is not None:
             check_file(json_file, "json")
         run(options, Console(highlight=False), json_file)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The options that stand in the command line, by the names of their parameters."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

@@ -72,7 +72,7 @@ def predict(requests: int, prompt: int, output: int, seed: int, limits: Limits) 
     acceptance = Acceptance(fitted_rate(costs(PUBLISHED[0]), SEQUENTIAL_TPS))
     rows = []
     for system in PUBLISHED:
-        fleet = Fleet(costs(system), limits=limits)
+        fleet = Fleet(costs(system), limits=limits, seed=seed)
         plan = Plan(fleet, drawn(acceptance, prompt, output, seed), requests, CHAINS[2::2])
         modes = compare(plan)
         wider = replace(fleet, growing=WIDER)

@@ -31,11 +31,12 @@ def mode_table(modes: dict[str, Values]) -> Table:
     titles = [f"{mode}, k = {values['k']}" if "k" in values else mode for mode, values in modes.items()]
     table = Table("", *titles)
     for name, title in SHOWN.items():
-        cells = [
-            f"{values[name]:g}" if name not in _SAYS_NOTHING.get(mode, ()) else "" for mode, values in modes.items()
-        ]
-        table.add_row(title, *cells)
+        table.add_row(title, *(_cell(mode, name, values[name]) for mode, values in modes.items()))
     return table
+
+
+def _cell(mode: str, name: str, value: float | None) -> str:
+    return "" if value is None or name in _SAYS_NOTHING.get(mode, ()) else f"{value:g}"
 
 
 def fleet_table(rows: Sequence[Values]) -> Table:

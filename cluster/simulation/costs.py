@@ -9,16 +9,22 @@ from engine.types import InvalidRequest, require
 
 _MOST_ROWS = 8192  # that an estimate has points for; beyond, a step takes time in proportion
 _BYTES = 2.0  # of a parameter in bfloat16
+_LEAST_MS, _MOST_MS = 1e-6, 1e6  # that anything takes
+_MOST_GIVEN = 10**6  # rows of a point
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one target replica, one draft replica and the link between them."""
+    """Of one target replica, one draft replica and the link between them. Raises InvalidRequest."""
 
     target: CostModel  # a step by its rows
     draft: CostModel  # a draft step by its rows, with all that belongs to it
     overhead_ms: float = 0.0  # of a target's step, beside its forward pass
     latency_ms: float = 0.0  # of a message, one way
+
+    def __post_init__(self) -> None:
+        for name, milliseconds in (("overhead_ms", self.overhead_ms), ("latency_ms", self.latency_ms)):
+            require(0 <= milliseconds <= _MOST_MS, name, f"must be between 0 and {_MOST_MS:g}")
 
     def target_ms(self, rows: int) -> float:
         """A target's forward pass of this many rows."""
@@ -73,7 +79,10 @@ def parse_times(text: str, name: str) -> CostModel:
     if form == "roofline":
         numbers = [_positive(part, name) for part in rest.split(",")]
         require(len(numbers) in (3, 4), name, "a roofline is BILLIONS,GB/S,TFLOPS and perhaps FIXED MS")
-        return Roofline(*numbers).times()
+        roofline = Roofline(*numbers)
+        for rows in (1, _MOST_ROWS):
+            _check_time(roofline.milliseconds(rows), name)
+        return roofline.times()
     points = parse_points(text, name)
     if set(points) == {1}:  # a step takes as long whatever its rows
         points[_MOST_ROWS] = points[1]
@@ -83,7 +92,22 @@ def parse_times(text: str, name: str) -> CostModel:
 def parse_points(text: str, name: str) -> dict[int, float]:
     """`ROWS:MS,...` as milliseconds by rows; raises InvalidRequest that names the option."""
     pairs = [part.rpartition(":") for part in text.split(",")]
-    return {int(_positive(rows or "1", name)): _positive(milliseconds, name) for rows, _, milliseconds in pairs}
+    points = {_rows(rows or "1", name): _positive(milliseconds, name) for rows, _, milliseconds in pairs}
+    for milliseconds in points.values():
+        _check_time(milliseconds, name)
+    return points
+
+
+def _rows(text: str, name: str) -> int:
+    number = _positive(text, name)
+    whole = number.is_integer() and number <= _MOST_GIVEN
+    require(whole, name, f"rows must be whole numbers between 1 and {_MOST_GIVEN}")
+    return int(number)
+
+
+def _check_time(milliseconds: float, name: str) -> None:
+    sane = _LEAST_MS <= milliseconds <= _MOST_MS
+    require(sane, name, f"times must be between {_LEAST_MS:g} and {_MOST_MS:g} milliseconds")
 
 
 def _positive(text: str, name: str) -> float:

@@ -28,7 +28,7 @@ class SimulatedDraft:
         self._inbox: list[tuple[int, float, Down]] = []  # streams, when it came in, messages
         self._resting = True
         self.steps = 0
-        self.busy_ms = 0.0
+        self._worked: list[tuple[float, float]] = []  # when steps begin and end
         self.messages = 0  # of growth
         self.nodes = 0  # in them
 
@@ -37,6 +37,10 @@ class SimulatedDraft:
         stream = self._sessions.join()
         self._targets[stream] = receive
         return lambda messages: self._clock.after(self._costs.latency_ms, lambda: self._arrive(stream, messages))
+
+    def busy_ms(self, since: float, until: float) -> float:
+        """How much of this time it was in a step."""
+        return sum(max(0.0, min(ended, until) - max(began, since)) for began, ended in self._worked)
 
     def _arrive(self, stream: int, messages: Sequence[Down]) -> None:
         self._inbox.extend((stream, self._clock.seconds, message) for message in messages)
@@ -60,7 +64,7 @@ class SimulatedDraft:
             rows = min(rows, self._growing.each * len(grown))
         milliseconds = self._costs.draft_ms(max(rows, len(grown)))
         self.steps += 1
-        self.busy_ms += milliseconds
+        self._worked.append((self._clock.now, self._clock.now + milliseconds))
         self._clock.after(milliseconds, lambda: self._grown(milliseconds))
 
     def _grown(self, milliseconds: float) -> None:

@@ -1,9 +1,10 @@
 """Targets, drafts and their load on one virtual clock; what comes of it."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Fleet:
     limits: Limits = field(default_factory=Limits)
     patient: bool = True  # misses may wait for growth
     warm: int = 0  # requests after whose end counting begins
-    seed: int = 0  # of the times at which requests come
+    seed: int = 0  # of wrong guesses, and of the times at which requests come
 
 
 @dataclass
@@ -89,15 +90,15 @@ class Outcome:
         """Tokens per second, of everybody together."""
         return self.stats.tokens / self.seconds
 
-    def figures(self) -> dict[str, float]:
-        """By the names of docs/ARCHITECTURE.md. Per stream: the median of requests."""
+    def figures(self) -> dict[str, Any]:
+        """By the names of docs/ARCHITECTURE.md, None for what too few chunks say. Per stream: the median of requests."""
         stats, steps = self.stats, max(1, self.stats.sequence_steps)
         gaps = [gap for answer in self.answers for gap in answer.gaps()]
         first = [answer.first_ms for answer in self.answers]
         active = max(stats.active_s, 1e-9)
         return {
             "tps": _rounded(self.tps, 1),
-            "tps_per_stream": _rounded(float(np.nanmedian([answer.tps for answer in self.answers])), 1),
+            "tps_per_stream": _percentile([answer.tps for answer in self.answers], 50, 1),
             "decoding_tps": _rounded(stats.decoded / active, 1),
             "tokens_per_step": _rounded(stats.decoded / steps, 3),
             "acceptance": _rounded(stats.accepted / max(1, stats.tried), 3),
@@ -111,13 +112,19 @@ class Outcome:
             "draft_steps_per_step": _rounded(self.draft_steps / steps, 2),
             "growths_per_step": _rounded(self.growths / steps, 2),
             "nodes_per_step": _rounded(self.grown / steps, 1),
-            **{f"ttft_ms_p{p}": _rounded(float(np.percentile(first, p)), 1) for p in (50, 99)},
-            **{f"itl_ms_p{p}": _rounded(float(np.percentile(gaps, p)), 2) for p in (50, 99) if gaps},
+            **{f"ttft_ms_p{p}": _percentile(first, p, 1) for p in (50, 99)},
+            **{f"itl_ms_p{p}": _percentile(gaps, p, 2) for p in (50, 99)},
         }
 
 
 def _rounded(value: float, digits: int) -> float:
     return round(float(value), digits)
+
+
+def _percentile(values: Sequence[float], percent: float, digits: int) -> float | None:
+    """Of the values that are numbers; None if there are none."""
+    known = [value for value in values if not math.isnan(value)]
+    return _rounded(float(np.percentile(known, percent)), digits) if known else None
 
 
 def simulate(fleet: Fleet, scripts: Sequence[Script], make_drafter: MakeDrafter | None = None) -> Outcome:
@@ -129,7 +136,9 @@ def simulate(fleet: Fleet, scripts: Sequence[Script], make_drafter: MakeDrafter 
     needed = max((len(script.request.prompt) + len(script.output) for script in scripts), default=0) + MAX_WINDOW + 1
     require(needed <= fleet.limits.kv_tokens, "kv_tokens", f"one request needs {needed}")
     try:
-        return _Run(fleet, scripts, make_drafter or (lambda growing: ScriptedDrafter(scripts, growing))).outcome()
+        return _Run(
+            fleet, scripts, make_drafter or (lambda growing: ScriptedDrafter(scripts, growing, fleet.seed))
+        ).outcome()
     except Overloaded as error:
         name = "streams" if fleet.rate is None else "rate"
         raise InvalidRequest(name, f"too many for these targets: {error}") from None
@@ -181,8 +190,9 @@ class _Run:
         self._clock.run()
         counted = [answer for answer in self._answers.values() if answer.arrived >= self._counting_from]
         require(bool(counted), "requests", f"none begins behind the {self._fleet.warm} that warm up")
-        milliseconds = max(answer.times[-1] for answer in counted) - self._counting_from
-        busy = sum(draft.busy_ms for draft in self._drafts)
+        since, until = self._counting_from, max(answer.times[-1] for answer in counted)
+        milliseconds = until - since
+        busy = sum(draft.busy_ms(since, until) for draft in self._drafts)
         return Outcome(
             _sum([target.stats for target in self._targets]),
             counted,
@@ -219,7 +229,6 @@ class _Run:
             target.stats = TargetStats()
         for draft in self._drafts:
             draft.steps = draft.messages = draft.nodes = 0
-            draft.busy_ms = 0.0
         if self._fleet.rate is None:
             self._next()
 

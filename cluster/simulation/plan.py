@@ -58,7 +58,7 @@ def compare(plan: Plan) -> dict[str, Values]:
 
 
 def _figures(fleet: Fleet, scripts: Sequence[Script]) -> Values:
-    return dict(simulate(fleet, scripts).figures())
+    return simulate(fleet, scripts).figures()
 
 
 def drafts_needed(plan: Plan, targets: Sequence[int]) -> list[Values]:

@@ -5,12 +5,12 @@ Where the guesses come from: recorded with real models (`benchmarks/simulate.py 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from engine.drafters.model import Growing, most_valuable
+from engine.drafters.model import Growing, most_valuable, rows_beside, to_read
 from engine.drafters.ngram import Earned, Lookup
 from engine.tree import ROOT, Moved, TokenTree
 from engine.types import FloatArray, GenerationRequest, IntArray, InvalidRequest, SamplingParams, require
@@ -116,7 +116,7 @@ class _Session:
     tree: TokenTree
     lookup: Lookup
     pending: int  # committed tokens that a model would still have to compute
-    drawn: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    drawn: np.random.Generator  # of wrong guesses
 
     def __post_init__(self) -> None:
         self.lookup.hang(self.tree)
@@ -128,10 +128,11 @@ class ScriptedDrafter:
     Beside the right path it guesses wrong tokens, with the confidences of a place drawn at random.
     """
 
-    def __init__(self, scripts: Sequence[Script], growing: Growing) -> None:
-        """Children of a node: what a script has, at most what `growing` keeps."""
+    def __init__(self, scripts: Sequence[Script], growing: Growing, seed: int = 0) -> None:
+        """Children of a node: what a script has, at most what `growing` keeps. seed: of wrong guesses, in each session."""
         self._scripts = {script.request.prompt: script for script in scripts}
         self._growing = growing
+        self._seed = seed
         self._earned = Earned()
         self._sessions: dict[int, _Session] = {}
 
@@ -140,7 +141,8 @@ class ScriptedDrafter:
         tree = TokenTree(tokens[-1], self._growing.max_nodes, params.temperature == 0)
         lookup = Lookup(tokens, params.temperature == 0, self._earned, self._growing.lookup)
         script = self._scripts[tuple(tokens[:prompt])]
-        self._sessions[session] = _Session(script, list(tokens), tree, lookup, len(tokens))
+        drawn = np.random.default_rng(self._seed)
+        self._sessions[session] = _Session(script, list(tokens), tree, lookup, len(tokens), drawn)
 
     def commit(self, session: int, tokens: Sequence[int]) -> Moved:
         """See Drafter."""
@@ -155,17 +157,19 @@ class ScriptedDrafter:
 
     def grow(self) -> list[int]:
         """See Drafter."""
-        read = [session for session, held in self._sessions.items() if held.pending]
+        pending = {session: held.pending for session, held in self._sessions.items() if held.pending}
+        read = to_read(pending, self._growing)
+        unfinished = any(count < pending[session] for session, count in read.items())
+        rows = rows_beside(len(read), unfinished, self._growing)
         trees = {session: held.tree for session, held in self._sessions.items() if held.tree.expanded[ROOT]}
-        rows = self._growing.rows - len(read)
         slots = {
             session: self._growing.max_expanded - int(tree.expanded[ROOT + 1 : tree.size].sum())
             for session, tree in trees.items()
         }
         picked = most_valuable(trees, slots, rows, self._growing)
-        for session in read:
+        for session, count in read.items():
             held = self._sessions[session]
-            held.pending = max(0, held.pending - self._growing.prefill_chunk)
+            held.pending -= count
             if not held.pending:
                 self._expand(held, [ROOT])
         for session, nodes in picked.items():

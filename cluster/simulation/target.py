@@ -4,7 +4,7 @@ No model runs: the tokens are known, and a step takes the time that its rows cos
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,17 +16,18 @@ from cluster.simulation.costs import Costs
 from cluster.simulation.script import Script
 from cluster.target_state import MIRROR_NODES, TargetState
 from cluster.target_stats import TargetStats
-from cluster.windows import least_probable
+from cluster.windows import Windows
 from engine.budget import Patience, Window
 from engine.drafters import Drafter
 from engine.drafters.ngram import DOUBTFUL
 from engine.elastic import ElasticSequence
 from engine.kv import KVPool, Lease
 from engine.prefix import HandleChain
-from engine.step import tried
+from engine.step import tried, useful
 from engine.tree import TokenTree
 from engine.types import Down, GenerationRequest, IntArray, Origin, TokenChunk, Up
 from engine.verify import walk
+from engine.window_choice import NamedWindows
 
 _VOCABULARY = 2**31 - 1  # ids of scripts are below
 _NOTHING = np.zeros(0, np.int32)
@@ -80,7 +81,7 @@ class Limits:
 @dataclass
 class _Wait:
     began: float
-    over: bool = field(default=False)
+    over: bool = False
 
 
 class SimulatedTarget:
@@ -100,7 +101,7 @@ class SimulatedTarget:
         """turns: speculate sequentially. patient: a miss may wait for growth."""
         self._clock = clock
         self._costs = costs
-        self._window = window
+        self._windows = Windows(window, NamedWindows())
         self._turns = turns
         self._patient = patient
         self._prefills = limits.prefills
@@ -174,11 +175,13 @@ class SimulatedTarget:
             self._begin(_Step({}, {}, self._clock.now))
 
     def _limit_s(self) -> float:
-        """How long the step may wait for growth: only if all sequences decode and all missed."""
+        """How long the step may wait for growth: only if all sequences decode, take guesses, and missed."""
         running = self._running.values()
         if not self._patient or self._turns is not None or any(each.sequence.prefilling for each in running):
             return 0.0
-        if any(not self._state.attached(each.session) or self._state.hit(each.session) for each in running):
+        if any(each.sequence.left <= 1 or not self._state.attached(each.session) for each in running):
+            return 0.0
+        if any(self._state.hit(each.session) for each in running):
             return 0.0
         return self._patience.limit_s()
 
@@ -194,15 +197,25 @@ class SimulatedTarget:
         """Chooses what the step does; it ends when its rows have had their time."""
         step.prefills = self._batch.prefills()
         decoding = {name: running for name, running in self._running.items() if not running.sequence.prefilling}
-        self._state.doubtful = max(DOUBTFUL, least_probable(self._window, len(decoding)))
+        self._state.doubtful = max(DOUBTFUL, self._windows.least(len(self._running)))
         drafting_ms = self._draft(len(decoding)) if decoding else 0.0
-        trees = {name: self._tree(running.session) for name, running in decoding.items()}
-        chosen = self._window.choose(list(trees.values()))
-        windows = {name: (tree, nodes) for (name, tree), nodes in zip(trees.items(), chosen, strict=True)}
-        step.windows = {name: window for name, window in windows.items() if window[0].size > 1}
-        rows = len(decoding) + sum(step.prefills.values()) + sum(len(nodes) for nodes in chosen)
+        step.windows = self._choose(decoding)
+        verified = sum(len(nodes) for _, nodes in step.windows.values())
+        rows = len(decoding) + sum(step.prefills.values()) + verified
         step.forward_ms = self._costs.target_ms(rows)
         self._clock.after(drafting_ms + step.forward_ms + self._costs.overhead_ms, lambda: self._end(step))
+
+    def _choose(self, decoding: dict[str, Running]) -> dict[str, tuple[TokenTree, IntArray]]:
+        """The windows of those that hold guesses; the others run without."""
+        trees = {name: self._tree(running.session) for name, running in decoding.items()}
+        trees = {name: tree for name, tree in trees.items() if tree.size > 1}
+        names = [decoding[name].window for name in trees]
+        choices, expected = self._windows.choose(names, list(trees.values()), len(decoding) - len(trees))
+        self.stats.expected += expected
+        return {
+            name: (tree, useful(decoding[name].sequence, tree, nodes))
+            for (name, tree), nodes in zip(trees.items(), choices, strict=True)
+        }
 
     def _draft(self, sequences: int) -> float:
         """The draft's turn, where it takes turns; its milliseconds."""
@@ -265,7 +278,8 @@ class SimulatedTarget:
         stats.drafted += verified
         stats.empty += not (first or verified) and self._state.attached(running.session)
         if verified:
-            self._window.observe(tree, tried(tree, nodes, accepted, len(taken)), path[:accepted])
+            seen = tried(tree, nodes, accepted, len(taken))
+            self._windows.observe(running.window, tree, seen, path[:accepted])
         stats.hits += self._advance(running.session, taken) and not first
         finished = sequence.finish_reason
         origins: list[Origin] = ["draft" if i < accepted else "target" for i in range(len(taken))]

@@ -78,6 +78,21 @@ def most_valuable(
     return {session: sorted(nodes) for session, nodes in picked.items()}
 
 
+def to_read(pending: Mapping[int, int], growing: Growing) -> dict[int, int]:
+    """How many of its pending tokens each session reads in a step, if any. Who has least to read goes first."""
+    counts, left = dict.fromkeys(pending, 0), growing.prefill_tokens
+    for session in sorted(pending, key=lambda session: pending[session]):
+        counts[session] = min(pending[session], growing.prefill_chunk, left)
+        left -= counts[session]
+    return {session: count for session, count in counts.items() if count}
+
+
+def rows_beside(readers: int, unfinished: bool, growing: Growing) -> int:
+    """Nodes to expand in a step in which so many sessions read; unfinished: some of them will not have read everything."""
+    rows = growing.rows - readers
+    return max(rows, growing.rows // 2) if unfinished else rows  # reading takes many steps: half stays for others
+
+
 class _Session:
     """One sequence on the draft: committed tokens, how many have KV, and the tree behind them."""
 
@@ -313,24 +328,20 @@ class ModelDrafter:
             batch.append(chain_rows(held.lease, held.computed, chunk, in_place=True))
             held.computed += len(chunk)
             parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
-        rows = self._growing.rows - len(parts)
-        reading = any(part.held.pending for part in parts)  # for many steps, perhaps: half of the rows stay for others
-        for session, nodes in self._pick(max(rows, self._growing.rows // 2) if reading else rows).items():
+        unfinished = any(part.held.pending for part in parts)
+        for session, nodes in self._pick(rows_beside(len(parts), unfinished, self._growing)).items():
             held = self._sessions[session]
             batch.append(self._tree_rows(held, nodes))
             parts.append(_Part(session, held, nodes))
         return batch, parts
 
     def _chunks(self) -> dict[int, list[int]]:
-        """What sessions read of their committed tokens in a step. Who has least to read goes first."""
+        """What sessions read of their committed tokens in a step."""
         pending = {
             session: held.pending for session, held in self._sessions.items() if held.computed < len(held.tokens)
         }
-        counts, left = dict.fromkeys(pending, 0), self._growing.prefill_tokens
-        for session in sorted(pending, key=lambda session: len(pending[session])):
-            counts[session] = min(len(pending[session]), self._growing.prefill_chunk, left)
-            left -= counts[session]
-        return {session: self._known(pending[session][:count]) for session, count in counts.items() if count}
+        counts = to_read({session: len(tokens) for session, tokens in pending.items()}, self._growing)
+        return {session: self._known(pending[session][:count]) for session, count in counts.items()}
 
     def _pick(self, count: int) -> dict[int, list[int]]:
         """The most probable frontier nodes of all sessions whose root is expanded."""
