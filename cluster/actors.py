@@ -292,13 +292,11 @@ class DraftActor:
         self._registry = registry.open()
         self._replica = DraftReplica(make_drafter(config, placement), placement)
         self._server = _serve(config, placement, self._replica)
-        self._name = uuid.uuid4().hex
+        self._name = f"draft-{uuid.uuid4().hex[:12]}"
         self._closing = threading.Event()
         self._announcing = threading.Thread(target=self._keep_announced, name="paceline-announce", daemon=True)
         self._announcing.start()
-        self._reporter = Reporter(
-            self._registry, config.name, f"draft-{self._name[:12]}", DraftReport(self._replica.stats)
-        )
+        self._reporter = Reporter(self._registry, config.name, self._name, DraftReport(self._replica.stats))
 
     async def stats(self) -> DraftStats:
         """What the replica did so far."""
@@ -335,7 +333,7 @@ class DraftActor:
     def _keep_announced(self) -> None:
         while works(self._replica) and not self._closing.is_set():
             try:
-                entry = DraftEntry(self._name, self._server.address, self._replica.stats().sessions)
+                entry = DraftEntry(self._name, self._server.address)
                 self._registry.announce.remote(entry)
             except Exception:  # whatever it is: who watches the replica must not end before it
                 logger.exception("the draft could not be announced")

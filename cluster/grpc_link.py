@@ -10,7 +10,7 @@ from cluster.address import parse_address
 from cluster.http2 import Connection, Headers
 from cluster.link import LinkError, Pipe, PipeLink, close_pipes
 from cluster.near import dial_near
-from cluster.speculate import ACCEPTED, PATH, LinkOptions
+from cluster.speculate import ACCEPTED, PATH, VOCABULARY, LinkOptions
 from cluster.wire import decode_up, encode_down
 from engine.types import Down, Up
 
@@ -77,7 +77,7 @@ class _Client:
         self.reason = ""  # of a failure
         self.incoming = Pipe()
         self.connection = Connection(connected, self, options, client=True)
-        stream = self.connection.request(PATH, address)
+        stream = self.connection.request(PATH, address, [(VOCABULARY, str(options.vocab_size))])
         self.outgoing = self.connection.outgoing(stream)
         self.connection.start()
 

@@ -4,6 +4,7 @@ Beside it, gRPC's health service (Check alone) and reflection, on the same port.
 """
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from cluster.http2 import Connection, Headers
 from cluster.link import Link, LinkError, Pipe, PipeLink, close_pipes
 from cluster.near import listen_near
-from cluster.speculate import ACCEPTED, PATH, SERVICE, LinkOptions
+from cluster.speculate import ACCEPTED, PATH, SERVICE, VOCABULARY, LinkOptions
 from cluster.wire import decode_down, encode_up
 from engine.types import Down, Up
 
@@ -60,7 +61,7 @@ class DraftServer:
             f"/{HEALTH}/Check": self._check,
             f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": self._describe,
         }
-        listener = _listen(host, port)
+        listener = listen(host, port)
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{listener.getsockname()[1]}"
         near = listen_near(self.address)
@@ -155,13 +156,15 @@ class Refused(Exception):
         self.code: int = code.value[0]
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Raises LinkError when the port can't be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         both = host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise LinkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # a name that was not found
+        raise LinkError(f"cannot listen on {host}:{port}: {reason}") from error
 
 
 def _parsed(kind: type[M], data: bytes) -> M:
@@ -186,6 +189,7 @@ class _Served:
         path = headers.get(":path", "")
         try:
             if path == PATH:
+                self._check_vocabulary(headers.get(VOCABULARY, "0"))
                 self._speculate(stream)
             elif path in self._server.answers:
                 self._answers[stream] = self._server.answers[path]
@@ -217,6 +221,12 @@ class _Served:
         for stream in list(self._pipes):
             self.ended(stream, {})
         self._server.connection_ended(self)
+
+    def _check_vocabulary(self, theirs: str) -> None:
+        ours = str(self._server.options.vocab_size)
+        if "0" not in (ours, theirs) and ours != theirs:
+            told = f"the draft's vocabulary has {ours} tokens, the target's {theirs[:20]}"
+            raise Refused(StatusCode.FAILED_PRECONDITION, f"{told}: another model, or name the target's --tokenizer")
 
     def _speculate(self, stream: int) -> None:
         self._server.admit()

@@ -9,7 +9,7 @@ import threading
 import grpc
 
 from cluster.link import Link, LinkError, Pipe, PipeLink, close_pipes
-from cluster.speculate import ACCEPTED, PATH, LinkOptions
+from cluster.speculate import ACCEPTED, PATH, VOCABULARY, LinkOptions
 from cluster.wire import MAX_MESSAGE_BYTES, decode_up, encode_down
 from engine.types import Down, Up
 
@@ -49,7 +49,8 @@ class _Client:
         self._channel = grpc.insecure_channel(address, options=_arguments(options))
         # No serializers: bytes out, bytes in.
         method: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(PATH)
-        self._call = method(iter(self._outgoing.take, None), wait_for_ready=True)
+        told = ((VOCABULARY, str(options.vocab_size)),)
+        self._call = method(iter(self._outgoing.take, None), wait_for_ready=True, metadata=told)
         self._settled = threading.Event()  # accepted, or failed for good
         self._accepted = False
         self._reader = threading.Thread(target=self._read, name="paceline-target-reader", daemon=True)

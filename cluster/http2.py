@@ -131,12 +131,12 @@ class Connection:
             os.close(self._wakes)
             raise
 
-    def request(self, path: str, authority: str) -> int:
-        """Opens a stream, before `start`; its number."""
+    def request(self, path: str, authority: str, more: Sequence[tuple[str, str]] = ()) -> int:
+        """Opens a stream, before `start`; its number. more: headers."""
         headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", authority)]
         with self._lock:
             stream = self._h2.get_next_available_stream_id()
-            self._h2.send_headers(stream, [*headers, ("te", "trailers"), _ACCEPTED[1]])
+            self._h2.send_headers(stream, [*headers, ("te", "trailers"), _ACCEPTED[1], *more])
             self._begin(stream, speaks=True, most_bytes=MAX_MESSAGE_BYTES)
         return stream
 

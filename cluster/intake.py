@@ -73,13 +73,17 @@ class Intake:
         """Queues a request. Raises InvalidRequest for an id that is taken, Overloaded or Closed."""
         request_id = submitted.request.request_id
         with self._lock:
-            if self._closed:
-                raise Closed("the target has ended")
+            self.check_room()
             require(request_id not in self._submitted, "request_id", "a request with this id is running")
-            if len(self.waiting) >= MAX_WAITING:
-                raise Overloaded(f"{MAX_WAITING} requests are waiting already")
             self._submitted[request_id] = submitted
             self.waiting.append(submitted)
+
+    def check_room(self) -> None:
+        """Raises Overloaded or Closed where one more could not be queued now."""
+        if self._closed:
+            raise Closed("the target has ended")
+        if len(self.waiting) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} requests are waiting already")
 
     def find(self, request_id: str) -> Submitted | None:
         """The request with this id, if it has not ended."""

@@ -134,9 +134,9 @@ class Loop:
         return ready
 
     def _run(self) -> None:
-        self._placement.apply_to_thread()
         failure = None
         try:
+            self._placement.apply_to_thread()
             self.listen()
             while not self._stopping:  # asked after listening: who stops it sets this, then wakes it
                 self._began = time.monotonic()

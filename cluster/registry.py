@@ -3,13 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from cluster.measures import Sample
 
 LEASE_S = 3.0  # an announcement is believed for this long
+T = TypeVar("T")
 # Ray's name for what only the head has: a registry on another node would end when load falls and the node is given back.
 _HEAD, _A_LITTLE = "node:__internal_head__", 0.001
 
@@ -20,7 +21,6 @@ class DraftEntry:
 
     name: str  # unique for each start of a replica
     address: str  # host:port of its DraftService
-    sessions: int  # it held when it last announced itself
 
 
 class Registry:
@@ -41,19 +41,22 @@ class Registry:
 
     def report(self, replica: str, samples: Sequence[Sample]) -> None:
         """A replica (its name is unique for each start) says what it measured; shown for another LEASE_S seconds."""
-        self._reports[replica] = (tuple(samples), time.monotonic())
+        self._reports = {**_alive(self._reports), replica: (tuple(samples), time.monotonic())}
 
     def reports(self) -> dict[str, tuple[Sample, ...]]:
         """The last report of each replica whose lease has not run out, by its name."""
-        now = time.monotonic()
-        self._reports = {name: held for name, held in self._reports.items() if now - held[1] <= LEASE_S}
-        return {name: samples for name, (samples, _) in self._reports.items()}
+        return {name: samples for name, (samples, _) in _alive(self._reports).items()}
 
     def drafts(self) -> list[DraftEntry]:
-        """The drafts whose lease has not run out, the least loaded first."""
-        now = time.monotonic()
-        self._entries = {name: held for name, held in self._entries.items() if now - held[1] <= LEASE_S}
-        return sorted((entry for entry, _ in self._entries.values()), key=lambda entry: entry.sessions)
+        """The drafts whose lease has not run out."""
+        self._entries = _alive(self._entries)
+        return [entry for entry, _ in self._entries.values()]
+
+
+def _alive(held: dict[str, tuple[T, float]]) -> dict[str, tuple[T, float]]:
+    """Those whose lease has not run out."""
+    now = time.monotonic()
+    return {name: (value, since) for name, (value, since) in held.items() if now - since <= LEASE_S}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from cluster.grpc_link import connect
 from cluster.link import Link, LinkError
 from cluster.linked import LinkedDrafts
+from cluster.speculate import LinkOptions
 from cluster.target_state import MIRROR_NODES, RENEW_EVERY_S, TargetState
 from cluster.trace import Trace
 from engine.tree import Moved, TokenTree
@@ -37,6 +38,7 @@ class RemoteDrafter:
 
     def __init__(self, vocab_size: int) -> None:
         """vocab_size: of the tokens that it is told; growth with others is dropped."""
+        self._vocab_size = vocab_size
         self._state = TargetState(vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._drafts = LinkedDrafts(self._state, Trace(), None)
         self._made: queue.SimpleQueue[Link[Down, Up]] = queue.SimpleQueue()
@@ -51,6 +53,7 @@ class RemoteDrafter:
 
     def keep_linked(self, address: str) -> None:
         """Connects to the service at "host:port", in the background, whenever there is no link."""
+        options = LinkOptions(vocab_size=self._vocab_size)
 
         def keep() -> None:
             link: Link[Down, Up] | None = None
@@ -58,7 +61,7 @@ class RemoteDrafter:
             while not self._closing.is_set():
                 if link is None or not link.alive:
                     try:
-                        link = connect(address, _CONNECT_TIMEOUT_S)
+                        link = connect(address, _CONNECT_TIMEOUT_S, options)
                         self.add_link(link)
                         logger.info("linked to the draft service at %s", address)
                         warned = False

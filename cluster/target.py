@@ -108,6 +108,7 @@ class TargetReplica:
         An index is made of its documents first: some 0.4 us a token.
         Raises InvalidRequest, Overloaded or Closed.
         """
+        self._intake.check_room()
         grammar = self.check_request(request)
         documents = Documents(request.documents) if request.documents else None
         self._intake.submit(Submitted(request, sink, documents, grammar))
@@ -308,7 +309,8 @@ class TargetReplica:
             elif not self._loop.pause(left):
                 break
         waited = time.monotonic() - started
-        self._patience.waited(waited, arrived)
+        if arrived or not self._loop.asked:  # else it was cut short, which says nothing of the draft
+            self._patience.waited(waited, arrived)
         self._stats.wait_s += waited
         self.trace.add("wait", started, int(arrived))
         return waited

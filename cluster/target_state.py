@@ -170,7 +170,7 @@ class TargetState:
                     held.asked += 1
                     self._open(session, held)
         else:
-            self.counters.dropped += not self._graft(message)
+            self.counters.dropped += not self._graft(draft, message)
 
     def renewal_due(self) -> None:
         """Time to tell every draft which sessions still live."""
@@ -261,13 +261,16 @@ class TargetState:
         held.opening = True
         self._drafts[held.draft].append(Open(session, tuple(held.tokens), held.params, held.prompt))
 
-    def _graft(self, growth: Growth) -> bool:
-        """Merges growth into its session's mirror; whether anything of it fitted."""
+    def _graft(self, draft: int, growth: Growth) -> bool:
+        """Merges growth into its session's mirror, unless its draft is left alone; whether anything of it fitted."""
         held = self._sessions.get(growth.session)
-        if held is None or not held.chain.names(growth.base) or not all_known(growth.tokens, self._vocab_size):
+        if held is None or draft in self._alone or not held.chain.names(growth.base):
             return False
-        if len(held.tokens) - growth.base.length > len(growth.tokens):
-            return False  # it ends before the root
+        behind = len(held.tokens) - growth.base.length
+        if not behind <= len(growth.tokens) <= behind + self._mirror_nodes:
+            return False  # it ends before the root, or is more than there is room for
+        if not all_known(growth.tokens, self._vocab_size):
+            return False
         committed = held.tokens[growth.base.length :]
         grafted = held.mirror.graft(committed, growth.parents, growth.tokens, growth.confidences, told=True)
         self.counters.grown += grafted

@@ -7,6 +7,7 @@ from engine.processors import check_known
 from engine.types import GenerationRequest, InvalidRequest, SamplingParams, TokenLogprobs, require
 
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # the name of each kind in vLLM
+_MAX_TOP_K = 2**31 - 1  # what vLLM's messages hold; more is no limit either
 
 
 def sampling_params(request: GenerationRequest) -> Any:
@@ -28,7 +29,7 @@ def sampling_params(request: GenerationRequest) -> Any:
         structured = StructuredOutputsParams(**given)
     made = VllmParams(
         temperature=params.temperature,
-        top_k=params.top_k,
+        top_k=min(params.top_k, _MAX_TOP_K),
         top_p=params.top_p,
         min_p=params.min_p,
         # Another seed where output was resumed: with the same one, random numbers of the first tokens would come again.

@@ -27,6 +27,7 @@ from cluster.content import ContentSessions
 from cluster.grpcio_link import connect
 from cluster.link import Link, send_all
 from cluster.rest import Rests
+from cluster.speculate import LinkOptions
 from cluster.target_state import RENEW_EVERY_S, TargetState
 from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
@@ -355,6 +356,7 @@ class Proposals:
             send_all(self._links[draft], messages, self._state.not_told)
 
     def _keep_connected(self) -> None:
+        options = LinkOptions(vocab_size=self._options.vocab_size)
         missing: set[str] = set()  # which is told once
         while not self._closing.is_set():
             addresses = self._addresses
@@ -366,7 +368,7 @@ class Proposals:
                 if self._closing.is_set() or (held is not None and held.alive):
                     continue
                 try:
-                    self._connected[address] = connect(address, _CONNECT_TIMEOUT_S)
+                    self._connected[address] = connect(address, _CONNECT_TIMEOUT_S, options)
                 except Exception as error:  # noqa: BLE001 - not there yet, or not any more; whatever it is, it is tried again
                     if address not in missing:
                         logger.warning("no drafts from %s until it is there: %s", address, error)

@@ -11,8 +11,9 @@ from cluster.actors import works
 from cluster.address import parse_address
 from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig, make_drafter
-from cluster.grpc_server import DraftServer
+from cluster.grpc_server import DraftServer, listen
 from cluster.placement import Placement
+from cluster.speculate import LinkOptions
 from engine.checkpoint import ModelError, check_checkpoint
 from engine.choice import DrafterName, Weights, check_choice, check_documents, check_weights
 from engine.runner import Dtype
@@ -58,7 +59,7 @@ class DraftOptions:
 
 
 def check_options(options: DraftOptions) -> None:
-    """What can be told without loading anything; raises ModelError, or ValueError for an address."""
+    """What can be told without loading anything; raises ModelError, ValueError for an address, or LinkError for a port."""
     if options.inner is not None:
         parse_address(options.inner, "--inner")
     check_choice(options.drafter, options.model, options.documents, options.inner)
@@ -67,6 +68,7 @@ def check_options(options: DraftOptions) -> None:
     check_weights(options.weights, options.model, options.gpu, options.dtype)
     if options.tokenizer is not None and not (options.tokenizer / "tokenizer.json").is_file():
         raise ModelError(f"--tokenizer: {options.tokenizer} has no tokenizer.json")
+    listen(options.host, options.port).close()
     if options.documents is not None:
         check_documents(options.documents)
         known = options.tokenizer or options.model
@@ -84,7 +86,9 @@ def run_draft(options: DraftOptions, console: Console) -> None:
     with console.status("loading the draft"):
         drafter = make_drafter(options.config, placement)
     replica = DraftReplica(drafter, placement)
-    server = DraftServer(options.host, options.port, replica.add_link)
+    fixed = options.model if options.tokenizer is None else None  # others guess, or translate to, any tokens
+    told = LinkOptions(vocab_size=check_checkpoint(fixed)["vocab_size"] if fixed is not None else 0)
+    server = DraftServer(options.host, options.port, replica.add_link, told)
     console.print(
         f"[bold]ready[/bold]  drafts at {server.address}\n\n  {_HINT.format(server.address)}\n", soft_wrap=True
     )

@@ -3,6 +3,7 @@
 import gc
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from cluster.draft import DraftReplica
 from cluster.drafters import NODE_COST_ON_CPUS, DraftConfig, make_drafter, same_tokens
@@ -20,6 +22,7 @@ from cluster.grpc_link import connect
 from cluster.link import memory_link
 from cluster.placement import Placement
 from cluster.target import TargetReplica
+from deployments.cli import app
 from deployments.draft import DraftFailed, DraftOptions, check_options, run_draft
 from engine.automatic import GROWING
 from engine.checkpoint import MODELS, ModelError
@@ -174,6 +177,14 @@ def test_the_command_serves_the_drafter_that_it_is_told(target: ModelRunner, doc
         finally:
             process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_port_that_is_taken_is_told_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.draft.make_drafter", lambda *_: pytest.fail("work was begun"))
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["draft", "--drafter", "ngram", "--listen", address])
+    assert (result.exit_code, result.stderr) == (2, f"paceline: cannot listen on {address}: Address already in use\n")
 
 
 def test_the_command_says_how_weights_are_kept() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from random import Random
 from typing import Any, TypeVar
@@ -463,6 +463,19 @@ sys.stdin.read()
 def test_a_taken_port_is_refused() -> None:
     with draft_server() as draft, pytest.raises(LinkError, match="cannot listen"):
         DraftServer("127.0.0.1", int(draft.server.address.rsplit(":", 1)[1]), lambda _: None)
+
+
+@pytest.mark.parametrize("dial", [connect, grpcio_link.connect])
+def test_a_target_with_another_vocabulary_is_refused_with_both_sizes(dial: Callable[..., Link[Any, Any]]) -> None:
+    with draft_server(LinkOptions(vocab_size=100)) as draft:
+        with pytest.raises(
+            LinkError, match="FAILED_PRECONDITION: the draft's vocabulary has 100 tokens, the target's 99"
+        ):
+            dial(draft.server.address, PATIENCE_S, LinkOptions(vocab_size=99))
+        for size in (100, 0):
+            dial(draft.server.address, PATIENCE_S, LinkOptions(vocab_size=size)).close()
+    with draft_server(LinkOptions()) as draft:
+        dial(draft.server.address, PATIENCE_S, LinkOptions(vocab_size=99)).close()
 
 
 def test_streams_beyond_the_limit_are_refused_until_one_ends() -> None:

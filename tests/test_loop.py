@@ -68,6 +68,15 @@ def test_a_question_that_raises_harms_only_the_one_who_asked() -> None:
         worker.loop.ask(lambda: 1 // 0)
 
 
+def test_a_loop_that_may_not_run_on_its_cores_ends_and_says_so() -> None:
+    ended: list[Exception | None] = []
+    loop = Loop("nowhere", Placement(cores=(100_000,)), 1.0, lambda: False, ended.append)
+    loop.start()
+    loop.stop()
+    (failure,) = ended
+    assert isinstance(failure, OSError)
+
+
 def test_a_turn_that_raises_ends_the_loop() -> None:
     worker = Worker()
     worker.loop.do(lambda: worker.add(13))

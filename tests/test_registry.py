@@ -1,14 +1,13 @@
 """Who is alive, by lease."""
 
-from dataclasses import replace
-
 import pytest
 
 from cluster import registry as registry_module
+from cluster.measures import Sample
 from cluster.registry import LEASE_S, DraftEntry, Registry
 
-FIRST = DraftEntry("first", "127.0.0.1:1", 3)
-SECOND = DraftEntry("second", "127.0.0.1:2", 1)
+FIRST = DraftEntry("first", "127.0.0.1:1")
+SECOND = DraftEntry("second", "127.0.0.1:2")
 
 
 class Clock:
@@ -26,15 +25,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_least_loaded_comes_first() -> None:
+def test_nobody_has_to_ask_for_reports_of_before_to_go(clock: Clock) -> None:
     registry = Registry()
-    assert registry.drafts() == []
-    registry.announce(FIRST)
-    registry.announce(SECOND)
-    assert registry.drafts() == [SECOND, FIRST]
-    busier = replace(SECOND, sessions=9)
-    registry.announce(busier)
-    assert registry.drafts() == [FIRST, busier]
+    for start in range(5):
+        registry.report(f"draft-{start}", [Sample("paceline_drafts", 1)])
+        clock.now += LEASE_S + 1
+    assert len(registry._reports) == 1
 
 
 def test_a_lease_runs_out_unless_it_is_renewed(clock: Clock) -> None:
@@ -42,7 +38,7 @@ def test_a_lease_runs_out_unless_it_is_renewed(clock: Clock) -> None:
     registry.announce(FIRST)
     registry.announce(SECOND)
     clock.now += LEASE_S
-    assert registry.drafts() == [SECOND, FIRST]
+    assert registry.drafts() == [FIRST, SECOND]
     registry.announce(FIRST)
     clock.now += 0.1
     assert registry.drafts() == [FIRST]

@@ -355,6 +355,39 @@ def test_serving_goes_on_when_serves_controller_is_killed(
     assert len(pids(targets)) == TARGETS
 
 
+def test_another_configuration_is_rolled_out_without_a_gap(
+    targets: DeploymentHandle[Any], target: ModelRunner, config: ServeConfig
+) -> None:
+    """Every replica is started anew. A stream of before is what it was, and others are answered meanwhile."""
+    requests = served.make_requests(exact.load_prompts(2), 0.8, 600)
+    first, second = (replace(each, params=replace(each.params, logprobs=0)) for each in requests)
+    second = replace(second, params=replace(second.params, max_tokens=8))
+    api = served.OverHttp(config)
+    expected = [api.expected(generation).promised for generation in decode(target, [first, second])]
+    before = set(pids(targets))
+    changed = config.model_copy(update={"limits": config.limits.model_copy(update={"queue": QUEUE + 1})})
+    began, done = threading.Event(), threading.Event()
+
+    def ask_on() -> int:
+        answers = 0
+        while not done.is_set():
+            assert api.read(second).promised == expected[1]
+            answers += 1
+        return answers
+
+    with ThreadPoolExecutor(2) as readers:
+        stream = readers.submit(api.read, first, lambda said: began.set())
+        assert began.wait(PATIENCE_S)
+        asking = readers.submit(ask_on)
+        try:
+            serving.deploy(serving.serve_schema(changed), lambda text: None)
+            until(lambda: not before & {*pids(targets)}, "all targets are new ones")
+        finally:
+            done.set()
+        assert stream.result().promised == expected[0]
+        assert asking.result() > 0
+
+
 def answers_again() -> bool:
     """Whether Serve says that the application runs."""
     with suppress(RayActorError, RayServeException):

@@ -162,9 +162,11 @@ def test_confidences_that_are_none_are_no_confidence() -> None:
 def test_a_full_mirror_takes_no_more() -> None:
     state = TargetState(10_000)
     session = state.session_opened(PROMPT, PARAMS)
-    state.received(A, growth(session, handle(*PROMPT), *((-1, token, 0.5) for token in range(2 * MIRROR_NODES))))
-    assert state.mirror(session).size == MIRROR_NODES
-    assert state.counters.grown == MIRROR_NODES - 1
+    for first in (0, 1):
+        tokens = range(first, first + MIRROR_NODES)
+        state.received(A, growth(session, handle(*PROMPT), *((-1, token, 0.5) for token in tokens)))
+        assert state.mirror(session).size == MIRROR_NODES
+    assert (state.counters.grown, state.counters.dropped) == (MIRROR_NODES - 1, 1)
     state.check()
 
 
@@ -261,6 +263,17 @@ def test_sessions_of_a_draft_that_left_go_to_the_others_and_keep_their_mirrors()
     assert state.hit(0)
     state.draft_left(A)  # twice
     state.check()
+
+
+def test_growth_beyond_all_room_is_dropped_unread_and_so_is_that_of_a_draft_left_alone() -> None:
+    state = state_with(A, B)
+    session = state.session_opened(PROMPT, PARAMS)
+    state.received(A, growth(session, handle(*PROMPT), *((-1, token, 0.5) for token in range(MIRROR_NODES + 1))))
+    state.drafts_left_alone({A})
+    state.received(A, growth(session, handle(*PROMPT), (-1, 4, 0.9)))
+    assert (state.counters.grown, state.counters.dropped, state.hit(session)) == (0, 2, False)
+    state.received(B, growth(session, handle(*PROMPT), (-1, 4, 0.9)))
+    assert state.hit(session)
 
 
 def test_sessions_that_change_their_draft_are_counted() -> None:

@@ -58,7 +58,7 @@ def test_a_step_longer_than_the_patience_costs_one_telling_and_no_answer_of_vllm
     target: VllmTarget, engine: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_target, "_TELL_TIMEOUT_S", 0.05)
-    entries = [DraftEntry("draft", "127.0.0.1:1", 0)]
+    entries = [DraftEntry("draft", "127.0.0.1:1")]
     engine.stepping = True
     target.follow(entries)
     assert target.stats().drafts == 0

@@ -93,7 +93,7 @@ def test_a_service_that_is_not_there_is_told_once(
 ) -> None:
     tried = threading.Semaphore(0)
 
-    def refused(address: str, timeout_s: float) -> None:
+    def refused(address: str, timeout_s: float, options: object) -> None:
         tried.release()
         raise UnicodeError("no name")
 
@@ -340,7 +340,7 @@ class Told:
 @pytest.fixture
 def told(closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Told:
     ours, theirs = memory_link()
-    monkeypatch.setattr(vllm_proposer, "connect", lambda address, timeout_s: ours)
+    monkeypatch.setattr(vllm_proposer, "connect", lambda address, timeout_s, options: ours)
     proposals = Proposals(options("127.0.0.1:1", wait_s=0.0))
     proposals._sessions.lease_s = 10 * PATIENCE_S
     closing.callback(proposals.close)

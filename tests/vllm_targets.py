@@ -47,7 +47,7 @@ class Pair:
 
         def linked() -> bool:
             if addresses:
-                self.target.follow([DraftEntry(address, address, 0) for address in addresses])
+                self.target.follow([DraftEntry(address, address) for address in addresses])
             else:
                 self.target.drop()
             return self.target.stats().drafts == len(addresses)
