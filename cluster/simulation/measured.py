@@ -12,7 +12,7 @@ from engine.drafters.model import Growing
 from engine.step import MAX_WINDOW
 from engine.types import InvalidRequest, require
 
-_DRAFT_OVERHEAD_MS = 0.3  # of a draft step, beside what benchmarks/pipeline.py measures of it
+_DRAFT_OVERHEAD_MS = 0.1  # of a draft step, beside what benchmarks/pipeline.py measures of it: messages, the loop
 _LINE = (1, 2, 4, 8, 16, 32, 64)  # rows that a measured line is drawn through
 _PACE = (1e-3, 1e6)  # tokens/s, and milliseconds of a step
 _NEEDED = {  # what a figure may be, at least and at most
