@@ -58,7 +58,7 @@ class Batch:
             running = self._running_of(submitted)
             if self._fits(running.sequence, may_trim=not ahead):
                 running.sequence.enter()
-                self.shared += running.sequence.computed
+                self._knew(running, running.sequence.computed)
                 running.turn = next(self._turns)
                 self.running[submitted.request.request_id] = running
                 self._intake.admitted(submitted)
@@ -91,7 +91,7 @@ class Batch:
         claimed: set[bytes | None] = set()
         for request_id, running in sorted(waiting, key=lambda item: item[1].turn):
             sequence = running.sequence
-            self.shared += sequence.catch_up()
+            self._knew(running, sequence.catch_up())
             page = sequence.next_page
             if left > 0 and sequence.prefilling and (page is None or page not in claimed):
                 claimed.add(page)
@@ -99,6 +99,10 @@ class Batch:
                 left -= shares[request_id]
                 running.turn = next(self._turns)
         return shares
+
+    def _knew(self, running: Running, tokens: int) -> None:
+        running.known += tokens
+        self.shared += tokens
 
     def leave(self, running: Running) -> bool:
         """A request ends; whether it was running."""

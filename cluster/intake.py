@@ -46,6 +46,7 @@ class Running:
     origins: list[Origin] = field(default_factory=list)  # of the buffered tokens
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
     flushed: float = 0.0  # seconds: when it last got something
+    known: int = 0  # tokens of its prefix whose KV was there
 
     @property
     def window(self) -> str:
@@ -57,7 +58,7 @@ class Running:
         tokens, origins, logprobs = tuple(self.buffered), tuple(self.origins), tuple(self.logprobs)
         for part in (self.buffered, self.origins, self.logprobs):
             part.clear()
-        return TokenChunk(self.submitted.request.request_id, tokens, origins, reason, error, logprobs)
+        return TokenChunk(self.submitted.request.request_id, tokens, origins, reason, error, logprobs, self.known)
 
 
 class Intake:

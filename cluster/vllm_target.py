@@ -199,6 +199,7 @@ class VllmTarget:
             async for output in self._engine.generate(prompt, sampling_params(request), request.request_id):
                 (completion,) = output.outputs
                 out.take(completion)
+                out.known = output.num_cached_tokens or 0
                 reason = _FINISHES.get(completion.finish_reason) if completion.finish_reason is not None else None
                 now = time.monotonic()
                 if not output.finished and now - flushed >= self._flush_s:
@@ -236,6 +237,7 @@ class _Output:
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    known: int = 0  # see TokenChunk
 
     def take(self, completion: Any) -> None:
         """completion: a delta of vLLM's: a step's tokens, the last of them the target's own.
@@ -251,7 +253,7 @@ class _Output:
     def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
         """A chunk of everything."""
         chunk = TokenChunk(
-            self.request_id, tuple(self.tokens), tuple(self.origins), reason, error, tuple(self.logprobs)
+            self.request_id, tuple(self.tokens), tuple(self.origins), reason, error, tuple(self.logprobs), self.known
         )
         self.tokens, self.origins, self.logprobs = [], [], []
         return chunk

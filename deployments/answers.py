@@ -38,6 +38,7 @@ class Answer(ABC):
         self.job = job
         self._written = [0] * len(job.requests)
         self._speculation = [Speculation()] * len(job.requests)
+        self._known = [0] * len(job.requests)
 
     @abstractmethod
     def choice(self, index: int, piece: Piece) -> BaseModel | None:
@@ -90,13 +91,19 @@ class Answer(ABC):
 
     def _count(self, index: int, piece: Piece) -> None:
         self._written[index] += len(piece.tokens)
+        self._known[index] = piece.known
         if piece.speculation is not None:
             self._speculation[index] = piece.speculation
 
     def _usage(self) -> shapes.Usage:
         read = sum(len(request.prompt) for request in self.job.requests[:: self.job.samples])
-        written = sum(self._written)
-        return shapes.Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+        written, known = sum(self._written), sum(self._known[:: self.job.samples])
+        return shapes.Usage(
+            prompt_tokens=read,
+            completion_tokens=written,
+            total_tokens=read + written,
+            prompt_tokens_details=shapes.PromptDetails(cached_tokens=known),
+        )
 
     def _stats(self, indices: Sequence[int]) -> dict[str, Any]:
         if not self.job.stats:

@@ -190,6 +190,7 @@ def chunk_of(sample: int, piece: Piece, request: GenerationRequest, model: Serve
         chunk.finish_reason = _FINISH[piece.finish_reason]
         stats = piece.speculation
         chunk.summary.prompt_tokens = len(request.prompt)
+        chunk.summary.cached_prompt_tokens = piece.known
         chunk.summary.completion_tokens = stats.tokens
         chunk.summary.seed = request.params.seed
         chunk.summary.speculation.accepted_tokens = stats.accepted

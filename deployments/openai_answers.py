@@ -7,13 +7,19 @@ from pydantic import BaseModel, ConfigDict
 from deployments.openai import ToolCall
 
 
+class PromptDetails(BaseModel):
+    """Of the tokens that were read."""
+
+    cached_tokens: int  # whose KV was there already; those of samples beyond the first don't count
+
+
 class Usage(BaseModel):
     """Tokens that were read and written."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: None = None
+    prompt_tokens_details: PromptDetails
 
 
 class ChoiceStats(BaseModel):

@@ -91,6 +91,7 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
     finish_reason: Literal["stop", "length"] | None = None
     speculation: Speculation | None = None  # with the finish reason
+    known: int = 0  # tokens of the prompt whose KV the target had already
 
 
 @dataclass(eq=False)
@@ -103,6 +104,7 @@ class _Output:
     accepted: int = 0
     steps: int = 0
     resumed: int = 0
+    known: int = 0
     open_step: bool = False  # the last token was the draft's: its step may not have ended with it
 
     def take(self, chunk: TokenChunk) -> Piece:
@@ -116,6 +118,8 @@ class _Output:
             raise GenerationFailed(chunk.error or "the target gave the request up")
         else:
             finish = chunk.finish_reason
+        if not self.resumed and not self.tokens:
+            self.known = min(chunk.known, len(self.request.prompt))
         texts, used = [], 0
         for token, origin in zip(chunk.tokens, chunk.origins, strict=True):
             used += 1
@@ -133,7 +137,7 @@ class _Output:
         if finish is not None:
             texts.append(self.text.flush())
         stats = self.speculation() if finish is not None else None
-        return Piece("".join(texts), chunk.tokens[:used], chunk.logprobs[:used], finish, stats)
+        return Piece("".join(texts), chunk.tokens[:used], chunk.logprobs[:used], finish, stats, self.known)
 
     def speculation(self) -> Speculation:
         """Statistics so far."""

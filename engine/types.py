@@ -157,6 +157,7 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with the finish reason "error"
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
+    known: int = 0  # tokens of the prefix whose KV the target had already
 
 
 @dataclass(frozen=True, slots=True)

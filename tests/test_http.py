@@ -53,6 +53,26 @@ def test_a_stream_ends_with_the_usage_when_asked(server: Server) -> None:
     assert last.usage.completion_tokens == 16
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_tells_what_was_known_of_a_prompt(server: Server, stream: bool) -> None:
+    prompt = [100 + stream, *range(200, 299)]
+
+    def known(key: str, **fields: Any) -> int:
+        body = {"model": "code", "prompt": prompt, "max_tokens": 2, "stream": stream, **fields}
+        body |= {"stream_options": {"include_usage": True}} if stream else {}
+        status, answer, _ = server.ask("POST", "/v1/completions", body, {"Authorization": f"Bearer {key}"})
+        assert status == 200
+        usage = json.loads(chunks_of(answer)[-2])["usage"] if stream else answer["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert known(KEY) == 0
+    assert 64 <= known(KEY) < 100
+    assert known("other") == 0
+    assert known("other", n=3) == known(KEY)
+    assert known(KEY, cache_salt="x") == 0
+    assert known(KEY, prompt=[prompt, prompt[:50]]) > known(KEY)
+
+
 def test_several_prompts_and_samples_have_choices_in_order(server: Server) -> None:
     prompts = [PROMPT, "import os\n"]
     answer = server.client.completions.create(
