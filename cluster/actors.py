@@ -98,7 +98,7 @@ class TargetActor:
         self._speculate = True
         self._closing = threading.Event()
         threading.Thread(target=self._keep_linked, name="paceline-links", daemon=True).start()
-        self._report = TargetReport(self._replica)
+        self._report = TargetReport(self._replica, linked="separate" in config.places)
         name = config.served_as or config.model.name
         self._reporter = Reporter(self._registry, name, f"target-{uuid.uuid4().hex[:12]}", self._measure)
 

@@ -101,7 +101,7 @@ class Batch:
         return shares
 
     def _knew(self, running: Running, tokens: int) -> None:
-        running.known += tokens
+        running.known += 0 if running.preempted else tokens  # its own pages may still be there
         self.shared += tokens
 
     def leave(self, running: Running) -> bool:
@@ -151,6 +151,7 @@ class Batch:
         """The last admitted gives up its pages and waits, before all others."""
         _, last = self.running.popitem()
         last.sequence.leave()
+        last.preempted = True
         self.preempted += 1
         self._intake.put_back(last.submitted)
         return last

@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from cluster.http2 import Connection, Headers
 from cluster.link import Link, LinkError, Pipe, PipeLink, close_pipes
 from cluster.near import listen_near
-from cluster.speculate import ACCEPTED, PATH, SERVICE, VOCABULARY, LinkOptions
+from cluster.speculate import ACCEPTED, PADDING, PATH, SERVICE, VOCABULARY, LinkOptions
 from cluster.wire import decode_down, encode_up
 from engine.types import Down, Up
 
@@ -223,10 +223,10 @@ class _Served:
         self._server.connection_ended(self)
 
     def _check_vocabulary(self, theirs: str) -> None:
-        ours = str(self._server.options.vocab_size)
-        if "0" not in (ours, theirs) and ours != theirs:
-            told = f"the draft's vocabulary has {ours} tokens, the target's {theirs[:20]}"
-            raise Refused(StatusCode.FAILED_PRECONDITION, f"{told}: another model, or name the target's --tokenizer")
+        ours, told = self._server.options.vocab_size, int(theirs) if theirs.isascii() and theirs.isdigit() else 0
+        if ours and told and abs(ours - told) > PADDING:
+            sizes = f"the draft's vocabulary has {ours} tokens, the target's {told}"
+            raise Refused(StatusCode.FAILED_PRECONDITION, f"{sizes}: name the target's --tokenizer, or another draft")
 
     def _speculate(self, stream: int) -> None:
         self._server.admit()

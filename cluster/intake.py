@@ -46,7 +46,8 @@ class Running:
     origins: list[Origin] = field(default_factory=list)  # of the buffered tokens
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
     flushed: float = 0.0  # seconds: when it last got something
-    known: int = 0  # tokens of its prefix whose KV was there
+    known: int = 0  # tokens of its prefix whose KV was there before it came
+    preempted: bool = False
 
     @property
     def window(self) -> str:

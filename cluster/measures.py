@@ -93,5 +93,7 @@ MEASURES: dict[str, Measure] = {
     "paceline_output_tokens": Measure("counter", "tokens handed to clients"),
     "paceline_time_to_first_token_seconds": Measure("histogram", "from a sample's arrival to its first token"),
     "paceline_inter_token_latency_seconds": Measure("histogram", "between tokens: a piece's time over its tokens"),
-    "paceline_request_seconds": Measure("histogram", "from a sample's arrival to its end, of those that ended well"),
+    "paceline_request_seconds": Measure(
+        "histogram", "from a sample's arrival to its end, without what a slow client takes, of those that ended well"
+    ),
 }

@@ -21,8 +21,9 @@ _LABELS = ("model_name", "replica")
 class TargetReport:
     """Makes a target replica's reports. Shares are of the time since the report before, or as they were."""
 
-    def __init__(self, replica: Target) -> None:
-        self._replica = replica
+    def __init__(self, replica: Target, linked: bool = True) -> None:
+        """linked: whether it looks for draft replicas; else it has no figure for how many there are."""
+        self._replica, self._linked = replica, linked
         self._before = TargetStats()
         self._shares: dict[str, float] = {}
 
@@ -37,6 +38,8 @@ class TargetReport:
         used, pages = self._replica.pages
         values = {**_target_values(stats), **self._shares, "paceline_pages_used": used, "paceline_pages": pages}
         values["vllm:kv_cache_usage_perc"] = used / max(1, pages)
+        if self._linked:
+            values["paceline_drafts"] = stats.drafts
         if round_trips_s:
             values["paceline_link_round_trip_seconds"] = max(round_trips_s)
         per_position = [
@@ -56,7 +59,6 @@ def _target_values(stats: TargetStats) -> dict[str, float]:
     return {
         "paceline_queue": stats.waiting,
         "paceline_running": stats.running,
-        "paceline_drafts": stats.drafts,
         "paceline_requests": stats.requests,
         "paceline_tokens": stats.tokens,
         "paceline_decoded_tokens": stats.decoded,

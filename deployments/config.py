@@ -160,8 +160,8 @@ class TargetScaling(_Settings):
         0,
         ge=0,
         le=100,
-        description="replicas beyond, while a changed configuration is rolled out: above 0, one goes when its successor is "
-        "ready, which needs room for both; 0: it goes first",
+        description="of replicas beyond, while a changed configuration is rolled out: above 0, one goes when its successor "
+        "is ready, for which there has to be room, or nothing changes; 0: it goes first",
     )
     delays: Delays = Delays()
 

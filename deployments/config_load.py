@@ -111,7 +111,7 @@ def check_config(config: ServeConfig) -> None:
         _check_documents(f"{where}.target.documents", model.target.documents)
         if model.target.heads is not None:
             with _naming(f"{where}.target.heads"):
-                check_heads(model.target.heads, hidden_size(target) or None, model.target.checkpoint)
+                check_heads(model.target.heads, hidden_size(target), model.target.checkpoint)
         if model.draft is not None:
             _check_draft(f"{where}.draft", model.draft, target["vocab_size"])
     files = {"tls_certificate": config.http.tls_certificate, "tls_key": config.http.tls_key}

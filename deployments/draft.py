@@ -86,9 +86,7 @@ def run_draft(options: DraftOptions, console: Console) -> None:
     with console.status("loading the draft"):
         drafter = make_drafter(options.config, placement)
     replica = DraftReplica(drafter, placement)
-    fixed = options.model if options.tokenizer is None else None  # others guess, or translate to, any tokens
-    told = LinkOptions(vocab_size=check_checkpoint(fixed)["vocab_size"] if fixed is not None else 0)
-    server = DraftServer(options.host, options.port, replica.add_link, told)
+    server = DraftServer(options.host, options.port, replica.add_link, LinkOptions(vocab_size=_vocab_size(options)))
     console.print(
         f"[bold]ready[/bold]  drafts at {server.address}\n\n  {_HINT.format(server.address)}\n", soft_wrap=True
     )
@@ -99,6 +97,13 @@ def run_draft(options: DraftOptions, console: Console) -> None:
     server.stop()
     replica.close()
     console.print("stopped")
+
+
+def _vocab_size(options: DraftOptions) -> int:
+    """Of the tokens that it guesses; 0 where it guesses what it is told, or translates."""
+    if options.model is None or options.tokenizer is not None:
+        return 0
+    return int(check_checkpoint(options.model)["vocab_size"])
 
 
 _HINT = (

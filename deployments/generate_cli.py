@@ -193,6 +193,6 @@ def check_own_drafter(
     require(local is None or mode == "pipelined", "local", "only in pipelined mode")
     check_local(local, heads, documents)
     if heads is not None:
-        check_heads(heads, hidden_size(check_checkpoint(target)) or None, target)
+        check_heads(heads, hidden_size(check_checkpoint(target)), target)
     if documents is not None:
         check_documents(documents)

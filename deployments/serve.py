@@ -205,10 +205,11 @@ def print_ready(config: ServeConfig, console: Console) -> None:
     console.print(
         f"\n  curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", soft_wrap=True
     )
-    if not config.http.keys() and not _only_here(config.http.host):
-        console.print(
-            f"[yellow]everybody who reaches {config.http.host} may ask: --api-keys-file FILE asks for keys[/yellow]"
-        )
+    reached = [f"{config.http.host}:{config.http.port}"] if not _only_here(config.http.host) else []
+    reached += [f"gRPC on port {grpc}, which listens on all addresses"] if grpc else []
+    if reached and not config.http.keys():
+        told = f"everybody who reaches {' or '.join(reached)} may ask; --api-keys-file FILE asks for keys"
+        console.print(f"[yellow]{told}[/yellow]", soft_wrap=True)
     console.print("[dim]Ctrl-C ends it[/dim]")
 
 

@@ -76,7 +76,7 @@ def distill(
     loss: Annotated[
         Literal["kl", "tv"],
         typer.Option(
-            help="what is minimized: the divergence from the target, or the total variation (not accepted at T = 1)"
+            help="what is minimized: the divergence, or the total variation: about what isn't accepted at T = 1"
         ),
     ] = "kl",
     seed: Annotated[int, typer.Option(min=0, help="of texts and batches")] = 0,

@@ -24,8 +24,8 @@ def check_local(drafter: LocalName | None, heads: Path | None, documents: Path |
         raise ModelError(f"{named} uses no documents: retrieval does")
 
 
-def check_heads(path: Path, hidden_size: int | None, target: Path) -> None:
-    """Raises ModelError unless there are heads in a folder, for a target of this hidden size (None: not known)."""
+def check_heads(path: Path, hidden_size: int, target: Path) -> None:
+    """Raises ModelError unless there are heads in a folder, for a target of this hidden size (0: not known)."""
     file = path / HEADS_FILE
     if not file.is_file():
         raise ModelError(f"no heads at {path}: it has no {HEADS_FILE}")
@@ -37,5 +37,5 @@ def check_heads(path: Path, hidden_size: int | None, target: Path) -> None:
         raise ModelError(f"{file} can't be read: {' '.join(str(error).split())}") from error
     if len(shape) != 2:
         raise ModelError(f"{file} holds no heads")
-    if hidden_size is not None and shape[-1] != hidden_size:
+    if hidden_size and shape[-1] != hidden_size:
         raise ModelError(f"{file} is for a hidden size of {shape[-1]}; that of {target} is {hidden_size}")

@@ -150,7 +150,8 @@ def asked(service: Manifest) -> Iterator[tuple[str, str, dict[str, float], int, 
     for model in config.models:
         target, scaling = model.target.replicas, model.target.scaling
         amounts = {**target.resources, "CPU": target.cpus, "GPU": target.gpus}
-        yield model.target_deployment, "target", amounts, scaling.min_replicas, scaling.max_replicas
+        most = scaling.max_replicas + (scaling.max_surge_percent > 0)
+        yield model.target_deployment, "target", amounts, scaling.min_replicas, most
         yield from _asked_by_drafts(model)
 
 

@@ -552,13 +552,14 @@ def test_ports_of_the_command_line_are_taken_as_they_are() -> None:
 def test_who_serves_to_all_without_keys_is_told(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
 
-    def told(host: str | None, keys: Path | None) -> str:
+    def told(host: str | None, keys: Path | None, grpc_port: int = 0) -> str:
         written = StringIO()
-        config = chosen_config(None, None, None, "auto", False, host, None, None, keys)
+        config = chosen_config(None, None, None, "auto", False, host, None, grpc_port, keys)
         print_ready(config, Console(file=written, width=200))
         return written.getvalue()
 
-    assert "everybody who reaches 0.0.0.0 may ask" in told("0.0.0.0", None)
+    assert "everybody who reaches 0.0.0.0:8000 may ask" in told("0.0.0.0", None)
+    assert "everybody who reaches gRPC on port 9000" in told(None, None, 9000)
     for host, keys in ((None, None), ("::1", None), ("0.0.0.0", tmp_path / "keys")):
         assert "everybody" not in told(host, keys)
     assert "Bearer KEY" in told(None, tmp_path / "keys")

@@ -467,12 +467,11 @@ def test_a_taken_port_is_refused() -> None:
 
 @pytest.mark.parametrize("dial", [connect, grpcio_link.connect])
 def test_a_target_with_another_vocabulary_is_refused_with_both_sizes(dial: Callable[..., Link[Any, Any]]) -> None:
-    with draft_server(LinkOptions(vocab_size=100)) as draft:
-        with pytest.raises(
-            LinkError, match="FAILED_PRECONDITION: the draft's vocabulary has 100 tokens, the target's 99"
-        ):
+    with draft_server(LinkOptions(vocab_size=32_000)) as draft:
+        told = "FAILED_PRECONDITION: the draft's vocabulary has 32000 tokens, the target's 99"
+        with pytest.raises(LinkError, match=told):
             dial(draft.server.address, PATIENCE_S, LinkOptions(vocab_size=99))
-        for size in (100, 0):
+        for size in (32_000, 32_128, 0):  # the second one is padded
             dial(draft.server.address, PATIENCE_S, LinkOptions(vocab_size=size)).close()
     with draft_server(LinkOptions()) as draft:
         dial(draft.server.address, PATIENCE_S, LinkOptions(vocab_size=99)).close()

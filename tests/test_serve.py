@@ -358,7 +358,7 @@ def test_serving_goes_on_when_serves_controller_is_killed(
 def test_another_configuration_is_rolled_out_without_a_gap(
     targets: DeploymentHandle[Any], target: ModelRunner, config: ServeConfig
 ) -> None:
-    """Every replica is started anew. A stream of before is what it was, and others are answered meanwhile."""
+    """Every target is started anew. What was begun before ends as it should, and others are answered meanwhile."""
     requests = served.make_requests(exact.load_prompts(2), 0.8, 600)
     first, second = (replace(each, params=replace(each.params, logprobs=0)) for each in requests)
     second = replace(second, params=replace(second.params, max_tokens=8))
@@ -381,7 +381,7 @@ def test_another_configuration_is_rolled_out_without_a_gap(
         asking = readers.submit(ask_on)
         try:
             serving.deploy(serving.serve_schema(changed), lambda text: None)
-            until(lambda: not before & {*pids(targets)}, "all targets are new ones")
+            until(lambda: len(now := set(pids(targets))) == TARGETS and not before & now, "all targets are new ones")
         finally:
             done.set()
         assert stream.result().promised == expected[0]

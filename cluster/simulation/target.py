@@ -138,7 +138,7 @@ class SimulatedTarget:
         self._scripts[script.request.request_id] = script
         self._intake.submit(Submitted(script.request, sink))
         if self._wait is not None:
-            self._end_wait(self._wait, arrived=False)
+            self._end_wait(self._wait, arrived=None)
         elif self._resting:
             self._resting = False
             self._turn()
@@ -185,12 +185,14 @@ class SimulatedTarget:
             return 0.0
         return self._patience.limit_s()
 
-    def _end_wait(self, wait: _Wait, arrived: bool) -> None:
+    def _end_wait(self, wait: _Wait, arrived: bool | None) -> None:
+        """arrived: None where it was cut short, which says nothing of the draft."""
         if wait.over:
             return
         wait.over, self._wait = True, None
         waited_ms = self._clock.now - wait.began
-        self._patience.waited(waited_ms / 1000, arrived)
+        if arrived is not None:
+            self._patience.waited(waited_ms / 1000, arrived)
         self._begin(_Step({}, {}, wait.began, waited_ms))
 
     def _begin(self, step: _Step) -> None:
