@@ -106,6 +106,20 @@ def test_an_output_goes_on_where_another_replica_left_it(pair: Pair, requests: l
     assert tokens(run(pair.target, [rest])[0]) == whole[11:]
 
 
+def test_what_was_known_of_a_prompt_is_told(pair: Pair, requests: list[GenerationRequest]) -> None:
+    prompt = tuple(token for text in exact.load_prompts(8) for token in text)[:200]
+    known = [
+        run(pair.target, [named(replace(requests[0], prompt=prompt), name)])[0][-1].known for name in ("new", "old")
+    ]
+    assert known[0] < 16 <= 128 <= known[1] <= len(prompt)
+
+
+def test_a_limit_beyond_what_vllm_can_be_told_is_none(pair: Pair, requests: list[GenerationRequest]) -> None:
+    request = named(requests[0], "all", temperature=1.0, top_k=10**30)
+    assert run(pair.target, [request])[0][-1].finish_reason in ("stop", "length")
+    pair.target.check()
+
+
 def test_a_cancelled_request_ends_and_its_id_is_free_again(pair: Pair, requests: list[GenerationRequest]) -> None:
     request = named(requests[0], "cancelled", max_tokens=300)
     got: list[TokenChunk] = []
