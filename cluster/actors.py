@@ -209,7 +209,7 @@ class TargetActor:
                 if self._speculate:
                     known = self._link_to_new(before)
                 else:
-                    self._links.drop()
+                    self._links.follow(None)
             except Exception:  # whatever it is: who watches the replica must not end before it
                 logger.exception("drafts could not be linked")
             self._closing.wait(_LOOK_EVERY_S if known and known == before else _LOOK_SOON_S)
@@ -222,7 +222,7 @@ class TargetActor:
             entries: list[DraftEntry] = ray.get(self._registry.drafts.remote(), timeout=_ANSWERS_S)
         except ray.exceptions.RayError:
             return known  # the registry restarts, or hangs; links that stand need it not
-        self._links.follow(entries)
+        self._links.follow([entry.address for entry in entries])
         return {entry.name for entry in entries}
 
 

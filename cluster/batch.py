@@ -8,7 +8,7 @@ queue. The oldest always stays, and any request alone fits, so there is always p
 from collections.abc import Callable, Set
 from itertools import count
 
-from cluster.intake import Intake, Running, Submitted
+from cluster.intake import Intake, Running, Submitted, Unsent
 from engine.elastic import ElasticSequence
 from engine.kv import KVPool, PoolExhausted
 from engine.types import GenerationRequest
@@ -101,7 +101,7 @@ class Batch:
         return shares
 
     def _knew(self, running: Running, tokens: int) -> None:
-        running.known += 0 if running.preempted else tokens  # its own pages may still be there
+        running.unsent.known += 0 if running.preempted else tokens  # its own pages may still be there
         self.shared += tokens
 
     def leave(self, running: Running) -> bool:
@@ -123,7 +123,8 @@ class Batch:
     def _running_of(self, submitted: Submitted) -> Running:
         """Made when a request is first looked at; a preempted one has it already."""
         if submitted.running is None:
-            submitted.running = Running(submitted, self._make_sequence(submitted.request))
+            request = submitted.request
+            submitted.running = Running(submitted, self._make_sequence(request), Unsent(request.request_id))
         return submitted.running
 
     def _fits(self, sequence: ElasticSequence, may_trim: bool) -> bool:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from cluster.grpc_link import ClientLink, connect
+from cluster.grpc_link import connect
 from cluster.intake import Sink
-from cluster.link import LinkError
+from cluster.kept_links import CONNECT_TIMEOUT_S, KeptLinks
 from cluster.placement import Placement
-from cluster.registry import DraftEntry
 from cluster.speculate import LinkOptions
 from cluster.target import TargetReplica
 from cluster.target_stats import TargetStats
@@ -15,7 +14,6 @@ from cluster.trace import Trace
 from engine.budget import Window
 from engine.types import GenerationRequest
 
-_CONNECT_TIMEOUT_S = 2.0
 _ROUND_TRIP_TIMEOUT_S = 1.0
 
 
@@ -45,11 +43,8 @@ class Target(Protocol):
 class Links(Protocol):
     """A target's links to drafts; one thread calls its methods, again and again."""
 
-    def follow(self, entries: Sequence[DraftEntry]) -> None:
-        """These drafts live: links to those that have none yet."""
-
-    def drop(self) -> None:
-        """Ends all links."""
+    def follow(self, addresses: Sequence[str] | None) -> None:
+        """The drafts at these addresses live: links to those that have none yet. None: all links end."""
 
     def round_trips_s(self) -> list[float]:
         """Of each live link that answers in time, a call and its answer; it blocks. From any thread."""
@@ -59,30 +54,14 @@ class DraftLinks:
     """Implements Links for our own engine: a stream to every draft."""
 
     def __init__(self, replica: TargetReplica, placement: Placement) -> None:
-        self._replica = replica
-        self._options = LinkOptions(cores=placement.cores)
-        self._linked: dict[str, ClientLink] = {}  # by draft name
+        options = LinkOptions(cores=placement.cores)
+        self._links = KeptLinks(lambda address: connect(address, CONNECT_TIMEOUT_S, options), replica.add_link)
 
-    def follow(self, entries: Sequence[DraftEntry]) -> None:
+    def follow(self, addresses: Sequence[str] | None) -> None:
         """See Links."""
-        self._linked = {name: link for name, link in self._linked.items() if link.alive}
-        for entry in entries:
-            if entry.name not in self._linked:
-                try:
-                    link = connect(entry.address, _CONNECT_TIMEOUT_S, self._options)
-                except LinkError:
-                    continue  # it died within its lease
-                self._linked[entry.name] = link
-                self._replica.add_link(link)
-
-    def drop(self) -> None:
-        """See Links."""
-        for link in self._linked.values():
-            link.close()
-        self._linked.clear()
+        self._links.follow(addresses)
 
     def round_trips_s(self) -> list[float]:
         """See Links."""
-        links = [link for link in list(self._linked.values()) if link.alive]
-        trips = [link.round_trip_s(_ROUND_TRIP_TIMEOUT_S) for link in links]
+        trips = [link.round_trip_s(_ROUND_TRIP_TIMEOUT_S) for link in self._links.live()]
         return [trip for trip in trips if trip is not None]

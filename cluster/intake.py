@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.drafters.retrieval import Documents
@@ -10,6 +10,7 @@ from engine.elastic import ElasticSequence
 from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, TokenLogprobs, require
 
 Sink = Callable[[TokenChunk], None]
+TARGET_FAILED = "the target failed"  # the error of every request when a target ends: others could go on with them
 MAX_WAITING = 1024  # requests that wait for KV; more are refused, preempted ones apart
 
 
@@ -32,6 +33,37 @@ class Submitted:
     overtaken: int = 0  # by how many that came later
     running: "Running | None" = None  # once the loop has looked at it
 
+    def last(self, reason: FinishReason, error: str | None = None) -> TokenChunk:
+        """The chunk that ends it, with the tokens that its client did not get yet."""
+        if self.running is not None:
+            return self.running.unsent.flush(reason, error)
+        return TokenChunk(self.request.request_id, (), (), reason, error)
+
+
+@dataclass(eq=False, slots=True)
+class Unsent:
+    """What there is of a request's output that its client did not get yet."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)  # of these tokens
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of these tokens, if asked for
+    known: int = 0  # see TokenChunk
+
+    def add(self, tokens: Sequence[int], accepted: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """accepted: how many of the tokens, the first ones, a draft guessed."""
+        self.tokens += tokens
+        self.origins += ["draft"] * accepted
+        self.origins += ["target"] * (len(tokens) - accepted)
+        self.logprobs += logprobs
+
+    def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
+        """A chunk of everything."""
+        tokens, origins, logprobs = tuple(self.tokens), tuple(self.origins), tuple(self.logprobs)
+        for part in (self.tokens, self.origins, self.logprobs):
+            part.clear()
+        return TokenChunk(self.request_id, tokens, origins, reason, error, logprobs, self.known)
+
 
 @dataclass(eq=False)
 class Running:
@@ -39,27 +71,17 @@ class Running:
 
     submitted: Submitted
     sequence: ElasticSequence
+    unsent: Unsent
     session: int = -1  # on the drafts, while it is in the batch
     started: bool = False  # it was in the batch before
     turn: int = 0  # when its prefix was last worked on
-    buffered: list[int] = field(default_factory=list)  # tokens that the client did not get yet
-    origins: list[Origin] = field(default_factory=list)  # of the buffered tokens
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the buffered tokens, if asked for
-    flushed: float = 0.0  # seconds: when it last got something
-    known: int = 0  # tokens of its prefix whose KV was there before it came
+    flushed: float = 0.0  # seconds: when its client last got something
     preempted: bool = False
 
     @property
     def window(self) -> str:
         """What the request says of its window."""
         return self.submitted.request.window
-
-    def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
-        """A chunk of everything buffered."""
-        tokens, origins, logprobs = tuple(self.buffered), tuple(self.origins), tuple(self.logprobs)
-        for part in (self.buffered, self.origins, self.logprobs):
-            part.clear()
-        return TokenChunk(self.submitted.request.request_id, tokens, origins, reason, error, logprobs, self.known)
 
 
 class Intake:

@@ -2,21 +2,24 @@
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cluster.best_place import BestPlace, Kind, Place
 from cluster.link import Link, send_all
-from cluster.loop import Loop
 from cluster.rest import Rests
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.types import Commit, Down, Growth, Up
+
+if TYPE_CHECKING:
+    from cluster.loop import Loop  # which needs torch; vLLM's proposer does without
 
 
 class LinkedDrafts:
     """The links of one target replica, for its loop alone. They are left alone where another place is better."""
 
     def __init__(
-        self, state: TargetState, trace: Trace, loop: Loop | None, places: Sequence[Place] = ("separate",)
+        self, state: TargetState, trace: Trace, loop: "Loop | None", places: Sequence[Place] = ("separate",)
     ) -> None:
         """loop: hears of what comes in; None: nobody does. places: where drafts may run; see BestPlace."""
         self._state = state
@@ -122,3 +125,4 @@ class LinkedDrafts:
         """Ends all links."""
         for link in self._links.values():
             link.close()
+        self._links.clear()

@@ -4,26 +4,23 @@ To the service, this is a target like others: it gets commits and sends growth, 
 old as the link makes them; a service that is dead or slow guesses nothing.
 """
 
-import logging
 import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.grpc_link import connect
-from cluster.link import Link, LinkError
+from cluster.kept_links import CONNECT_TIMEOUT_S, KeptLinks
+from cluster.link import Link
 from cluster.linked import LinkedDrafts
 from cluster.speculate import LinkOptions
 from cluster.target_state import MIRROR_NODES, RENEW_EVERY_S, TargetState
 from cluster.trace import Trace
 from engine.tree import Moved, TokenTree
 from engine.types import Down, SamplingParams, Up
-
-logger = logging.getLogger(__name__)
-_CONNECT_TIMEOUT_S = 2.0
-_LOOK_EVERY_S = 0.5
 
 
 @dataclass
@@ -54,23 +51,8 @@ class RemoteDrafter:
     def keep_linked(self, address: str) -> None:
         """Connects to the service at "host:port", in the background, whenever there is no link."""
         options = LinkOptions(vocab_size=self._vocab_size)
-
-        def keep() -> None:
-            link: Link[Down, Up] | None = None
-            warned = False
-            while not self._closing.is_set():
-                if link is None or not link.alive:
-                    try:
-                        link = connect(address, _CONNECT_TIMEOUT_S, options)
-                        self.add_link(link)
-                        logger.info("linked to the draft service at %s", address)
-                        warned = False
-                    except LinkError as error:
-                        if not warned:
-                            logger.warning("%s; drafting without it until it is there", error)
-                        warned = True
-                self._closing.wait(_LOOK_EVERY_S)
-
+        links = KeptLinks(lambda address: connect(address, CONNECT_TIMEOUT_S, options), self.add_link)
+        keep = partial(links.keep, lambda: [address], self._closing)
         threading.Thread(target=keep, name="paceline-inner-link", daemon=True).start()
 
     def hang_up(self) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.batch import Batch
 from cluster.best_place import Place, kind_of
-from cluster.intake import Intake, Running, Sink, Submitted
+from cluster.intake import TARGET_FAILED, Intake, Running, Sink, Submitted
 from cluster.link import Link
 from cluster.linked import LinkedDrafts
 from cluster.loop import Loop
@@ -31,13 +31,10 @@ from engine.elastic import ElasticSequence
 from engine.grammar import Vocabulary
 from engine.runner import ModelRunner
 from engine.step import Outcome, Plan, StepError, Stepper, check_request, check_room, rows_of, tried, useful
-from engine.types import Down, FinishReason, GenerationRequest, TokenChunk, Up
+from engine.types import Down, FinishReason, GenerationRequest, Up
 from engine.window_choice import OFF, NamedWindows, check_window
 
 logger = logging.getLogger(__name__)
-TARGET_FAILED = (
-    "the target failed"  # the error of every request when a target's loop ends: others could go on with them
-)
 _AWAKE_S = 0.001  # of a wait for growth: it comes sooner than a core that sleeps, in a virtual machine, is woken
 
 
@@ -193,7 +190,11 @@ class TargetReplica:
             if failure is None:
                 self._end(submitted, "cancelled")
             else:  # what failed stands in the log: it is nothing for clients
-                self._end(submitted, "error", TARGET_FAILED)
+                try:
+                    self._free(submitted)
+                except Exception as error:  # noqa: BLE001 - a device that failed may fail at this, too; others must be told
+                    logger.warning("a request's pages could not be freed: %s", error)
+                self._intake.end(submitted, submitted.last("error", TARGET_FAILED))
         self._drafts.close()
 
     def _audit(self) -> None:
@@ -359,10 +360,7 @@ class TargetReplica:
 
     def _tell(self, running: Running, outcome: Outcome) -> None:
         """What a step brought goes to the client, now or a little later."""
-        running.buffered += outcome.tokens
-        running.origins += ["draft"] * outcome.accepted
-        running.origins += ["target"] * (len(outcome.tokens) - outcome.accepted)
-        running.logprobs += outcome.logprobs
+        running.unsent.add(outcome.tokens, outcome.accepted, outcome.logprobs)
         reason = running.sequence.finish_reason
         if reason is not None:
             self._end(running.submitted, reason, running.sequence.error)
@@ -404,7 +402,7 @@ class TargetReplica:
     def _pause(self, running: Running) -> None:
         """A request was preempted: its client gets what there is, its draft forgets it."""
         self._close_session(running)
-        if running.buffered:
+        if running.unsent.tokens:
             self._hand_out(running)
 
     def _close_session(self, running: Running) -> None:
@@ -414,7 +412,7 @@ class TargetReplica:
 
     def _hand_out(self, running: Running) -> None:
         running.flushed = time.monotonic()
-        running.submitted.sink(running.flush())
+        running.submitted.sink(running.unsent.flush())
 
     def _cancel(self, request_id: str) -> None:
         submitted = self._intake.find(request_id)
@@ -423,11 +421,10 @@ class TargetReplica:
 
     def _end(self, submitted: Submitted, reason: FinishReason, error: str | None = None) -> None:
         """Frees everything and says so to the client, with the tokens it did not get yet."""
-        request_id = submitted.request.request_id
-        last = TokenChunk(request_id, (), (), reason, error)
+        self._free(submitted)
+        self._intake.end(submitted, submitted.last(reason, error))
+
+    def _free(self, submitted: Submitted) -> None:
         running = submitted.running
-        if running is not None:
-            if self._batch.leave(running):
-                self._close_session(running)
-            last = running.flush(reason, error)
-        self._intake.end(submitted, last)
+        if running is not None and self._batch.leave(running):
+            self._close_session(running)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ import numpy as np
 from cluster.address import parse_address
 from cluster.content import ContentSessions
 from cluster.grpcio_link import connect
-from cluster.link import Link, send_all
-from cluster.rest import Rests
+from cluster.kept_links import CONNECT_TIMEOUT_S, KeptLinks
+from cluster.link import Link
+from cluster.linked import LinkedDrafts
 from cluster.speculate import LinkOptions
 from cluster.target_state import RENEW_EVERY_S, TargetState
+from cluster.trace import Trace
 from cluster.vllm_mended import mend
 from cluster.vllm_options import FOLLOWED
 from cluster.wire import decode_up, encode_down, encode_up
@@ -37,8 +40,6 @@ from engine.types import Commit, Down, Growth, IntArray, Up
 logger = logging.getLogger(__name__)
 ADDRESSES = "PACELINE_DRAFT"  # draft services, several separated by commas
 WAIT_MS = "PACELINE_DRAFT_WAIT_MS"  # for growth, when no row has a proposal
-_CONNECT_TIMEOUT_S = 2.0
-_LOOK_EVERY_S = 0.5
 _TIMES = 4096  # that are kept
 _LONGEST_WAIT_MS = 1000
 _PATIENT = 8  # waits in vain, in a row, before fewer misses are waited for
@@ -188,15 +189,6 @@ def _warm_up(options: ProposerOptions) -> None:
             assert len(state.mirror(session).chain(options.most, options.least))
 
 
-@dataclass(frozen=True, slots=True)
-class _Proposed:
-    """A row's last proposal."""
-
-    draft: int
-    at: int  # how many tokens the row had
-    first: int
-
-
 class Proposals:
     """Sessions by content, links to draft services, and what the mirrors hold. One thread calls `propose`.
 
@@ -211,21 +203,22 @@ class Proposals:
         self.times: deque[tuple[float, float]] = deque(maxlen=_TIMES)  # see RemoteProposer.take_times
         self._state = TargetState(options.vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._sessions = ContentSessions(self._state)
-        self._rests = Rests()
-        self._proposed: dict[int, _Proposed] = {}  # by session, until its row goes on
+        self._drafts = LinkedDrafts(self._state, Trace(), None)
+        # Each row's last proposal, until it goes on: how many tokens it had, and the first that was proposed.
+        self._proposed: dict[int, tuple[int, int]] = {}  # by session
         self._next_renewal = time.monotonic() + RENEW_EVERY_S
-        self._links: dict[int, Link[Down, Up]] = {}
-        self._next_link = 0
         self._failed: Exception | None = None  # of the thread that receives
         self._changed = threading.Condition()  # guards all but the threads; told when something was received
         self._made: queue.SimpleQueue[Link[Down, Up]] = queue.SimpleQueue()
         self._arrived = threading.Event()  # something can be received
-        self._connected: dict[str, Link[Down, Up]] = {}  # by address; the connecting thread's
         self._in_vain = 0  # waits in a row
         self._passed_by = 0  # misses that are not waited for any more
         self._closing = threading.Event()
+        link_options = LinkOptions(vocab_size=options.vocab_size)
+        links = KeptLinks(lambda address: connect(address, CONNECT_TIMEOUT_S, link_options), self._linked)
+        keep = partial(links.keep, lambda: self._addresses, self._closing)
         self._threads = [
-            threading.Thread(target=self._keep_connected, name="paceline-connect", daemon=True),
+            threading.Thread(target=keep, name="paceline-connect", daemon=True),
             threading.Thread(target=self._keep_receiving, name="paceline-receive", daemon=True),
         ]
         for thread in self._threads:
@@ -244,7 +237,7 @@ class Proposals:
             if started > self._next_renewal:
                 self._next_renewal = started + RENEW_EVERY_S
                 self._state.renewal_due()
-            self._send()
+            self._drafts.send()
             wanted = [session for session, decodes in zip(sessions, sampled, strict=True) if decodes and session >= 0]
             waited_s = self._wait(wanted)
             proposals = [
@@ -263,7 +256,7 @@ class Proposals:
     @property
     def drafts(self) -> int:
         """Services that are linked."""
-        return len(self._links)
+        return len(self._drafts)
 
     def close(self) -> None:
         """Ends all links."""
@@ -272,17 +265,14 @@ class Proposals:
         for thread in self._threads:
             thread.join()
         self._join_new()
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        self._drafts.close()
 
     def _proposal(self, session: int) -> list[int]:
         """A mirror's probabilities say how sure the draft is; verifying what hardly ever holds costs the engine a row."""
         mirror = self._state.mirror(session)
         tokens: list[int] = mirror.token[mirror.chain(self._options.most, self._options.least)].tolist()
-        draft = self._state.draft_of(session)
-        if tokens and draft is not None:
-            self._proposed[session] = _Proposed(draft, len(self._state.tokens(session)), tokens[0])
+        if tokens:
+            self._proposed[session] = len(self._state.tokens(session)), tokens[0]
         return tokens
 
     def _learn(self, decoded: bool) -> None:
@@ -290,14 +280,14 @@ class Proposals:
 
         decoded: whether any row did in the step that ended.
         """
-        for session, proposed in list(self._proposed.items()):
+        for session, (length, first) in list(self._proposed.items()):
             if not self._sessions.holds(session):
                 del self._proposed[session]
-            elif len(tokens := self._state.tokens(session)) > proposed.at:  # else its row waits
+            elif len(tokens := self._state.tokens(session)) > length:  # else its row waits
                 del self._proposed[session]
-                self._rests.accepted(proposed.draft, int(tokens[proposed.at] == proposed.first))
-        if decoded and self._rests.stepped():
-            self._state.drafts_left_alone(self._rests.resting)
+                self._drafts.accepted(session, int(tokens[length] == first))
+        if decoded:
+            self._drafts.stepped()
 
     def _wait(self, sessions: Sequence[int]) -> float:
         """A bounded time for growth where nothing at all could be proposed: one row's miss holds up no other's hit.
@@ -315,23 +305,24 @@ class Proposals:
         self._passed_by = 2 ** max(0, self._in_vain - _PATIENT) - 1
         return time.monotonic() - started
 
+    def _linked(self, link: Link[Down, Up]) -> None:
+        self._made.put(link)
+        self._arrived.set()
+
     def _join_new(self) -> None:
         with suppress(queue.Empty):
             while True:
                 link = self._made.get_nowait()
                 link.set_notify(self._arrived.set)
                 self._in_vain = self._passed_by = 0  # it may be a faster one
-                self._links[self._next_link] = link
-                self._rests.joined(self._next_link)
-                self._state.draft_joined(self._next_link)
-                self._next_link += 1
+                self._drafts.join(link)
 
     def _keep_receiving(self) -> None:
         while self._arrived.wait() and not self._closing.is_set():
             with self._changed:
                 try:
                     self._receive()
-                    self._send()
+                    self._drafts.send()
                 except Exception as error:  # noqa: BLE001 - the edge of the thread: `propose` says it
                     self._failed = error
                     return
@@ -340,42 +331,4 @@ class Proposals:
     def _receive(self) -> None:
         self._arrived.clear()  # before looking: what comes meanwhile is told again
         self._join_new()
-        for draft, link in list(self._links.items()):
-            alive = link.alive
-            for message in link.receive():
-                self._state.received(draft, message)
-                if isinstance(message, Growth):
-                    self._rests.heard(draft)
-            if not alive:
-                del self._links[draft]
-                self._rests.left(draft)
-                self._state.draft_left(draft)
-
-    def _send(self) -> None:
-        for draft, messages in self._state.take_messages().items():
-            send_all(self._links[draft], messages, self._state.not_told)
-
-    def _keep_connected(self) -> None:
-        options = LinkOptions(vocab_size=self._options.vocab_size)
-        missing: set[str] = set()  # which is told once
-        while not self._closing.is_set():
-            addresses = self._addresses
-            for address in self._connected.keys() - set(addresses or ()):
-                if addresses is None or not self._connected[address].alive:
-                    self._connected.pop(address).close()  # its sessions turn to others
-            for address in addresses or ():
-                held = self._connected.get(address)
-                if self._closing.is_set() or (held is not None and held.alive):
-                    continue
-                try:
-                    self._connected[address] = connect(address, _CONNECT_TIMEOUT_S, options)
-                except Exception as error:  # noqa: BLE001 - not there yet, or not any more; whatever it is, it is tried again
-                    if address not in missing:
-                        logger.warning("no drafts from %s until it is there: %s", address, error)
-                    missing.add(address)
-                    continue
-                self._made.put(self._connected[address])
-                self._arrived.set()
-                missing.discard(address)
-                logger.info("drafts come from %s", address)
-            self._closing.wait(_LOOK_EVERY_S)
+        self._drafts.receive()

@@ -11,14 +11,12 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.intake import MAX_WAITING, Closed, Overloaded, Sink
+from cluster.intake import MAX_WAITING, TARGET_FAILED, Closed, Overloaded, Sink, Unsent
 from cluster.placement import Placement
-from cluster.registry import DraftEntry
-from cluster.target import TARGET_FAILED
 from cluster.target_state import Counters
 from cluster.target_stats import TargetStats
 from cluster.trace import Trace
@@ -27,7 +25,7 @@ from cluster.vllm_options import VllmOptions, check_options, engine_arguments
 from cluster.vllm_params import check_request, chunk_logprobs, sampling_params
 from engine.budget import Window
 from engine.checkpoint import ModelError
-from engine.types import FinishReason, GenerationRequest, Origin, TokenChunk, TokenLogprobs, require
+from engine.types import FinishReason, GenerationRequest, require
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -145,19 +143,12 @@ class VllmTarget:
 
     # links to drafts: they end in vLLM's process
 
-    def follow(self, entries: Sequence[DraftEntry]) -> None:
-        """See cluster.engines.Links."""
-        self._tell([entry.address for entry in entries])
-
-    def drop(self) -> None:
-        """See cluster.engines.Links."""
-        self._tell(None)
-
     def round_trips_s(self) -> list[float]:
         """None: they are not known here."""
         return []
 
-    def _tell(self, addresses: list[str] | None) -> None:
+    def follow(self, addresses: Sequence[str] | None) -> None:
+        """See cluster.engines.Links."""
         if not self._drafted or not self.alive:
             return
         # No limit for vLLM itself: of several ranks, one that answers after it would be taken to answer the next call.
@@ -189,7 +180,7 @@ class VllmTarget:
 
     async def _generate(self, request: GenerationRequest, sink: Sink) -> None:
         """Hands out a request's chunks, the last one whatever happens."""
-        out = _Output(request.request_id, request.params.logprobs)
+        unsent = Unsent(request.request_id)
         reason, error = None, None
         flushed = 0.0
         try:
@@ -198,13 +189,15 @@ class VllmTarget:
                 del prompt["cache_salt"]
             async for output in self._engine.generate(prompt, sampling_params(request), request.request_id):
                 (completion,) = output.outputs
-                out.take(completion)
-                out.known = output.num_cached_tokens or 0
+                new = list(completion.token_ids)  # of a step, the last of them the target's own, or of several merged
+                logprobs = chunk_logprobs(new, completion.logprobs, request.params.logprobs)
+                unsent.add(new, max(0, len(new) - 1), logprobs)
+                unsent.known = output.num_cached_tokens or 0
                 reason = _FINISHES.get(completion.finish_reason) if completion.finish_reason is not None else None
                 now = time.monotonic()
                 if not output.finished and now - flushed >= self._flush_s:
                     flushed = now
-                    sink(out.flush())
+                    sink(unsent.flush())
             reason = reason or "error"
         except asyncio.CancelledError:
             reason = "cancelled"
@@ -217,7 +210,7 @@ class VllmTarget:
             del self._tasks[request.request_id]
             if not self._tasks:
                 self._idle.set()
-        sink(out.flush(reason, error))
+        sink(unsent.flush(reason, error))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -226,37 +219,6 @@ class VllmTarget:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-@dataclass
-class _Output:
-    """What came for a request and was not handed out yet."""
-
-    request_id: str
-    likeliest: int | None  # how many of them to report beside each token; None: no log probabilities
-    tokens: list[int] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    known: int = 0  # see TokenChunk
-
-    def take(self, completion: Any) -> None:
-        """completion: a delta of vLLM's: a step's tokens, the last of them the target's own.
-
-        Where vLLM merged the deltas of several steps, all their tokens but the last count as the draft's.
-        """
-        new = list(completion.token_ids)
-        guessed: list[Origin] = ["draft"] * (len(new) - 1)
-        self.tokens += new
-        self.origins += [*guessed, "target"][: len(new)]
-        self.logprobs += chunk_logprobs(new, completion.logprobs, self.likeliest)
-
-    def flush(self, reason: FinishReason | None = None, error: str | None = None) -> TokenChunk:
-        """A chunk of everything."""
-        chunk = TokenChunk(
-            self.request_id, tuple(self.tokens), tuple(self.origins), reason, error, tuple(self.logprobs), self.known
-        )
-        self.tokens, self.origins, self.logprobs = [], [], []
-        return chunk
 
 
 async def _start(arguments: dict[str, Any], counted: VllmCounts, placement: Placement) -> Any:

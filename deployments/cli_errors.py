@@ -75,7 +75,7 @@ def runtime_errors(*others: type[Exception]) -> Iterator[None]:
     """Turns what can go wrong while models run into one line and exit code 1."""
     import ray
 
-    from deployments.generate import GenerationFailed
+    from deployments.service import GenerationFailed
     from engine.kv import PoolExhausted
     from engine.step import StepError
 

@@ -16,25 +16,23 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.actors import TargetConfig
 from cluster.drafters import DraftConfig, LocalConfig
+from cluster.intake import Unsent
 from cluster.local import LocalCluster
 from cluster.placement import place
 from cluster.target_stats import TargetStats
 from cluster.warm import warm_up, warm_up_drafter, warm_up_turns
 from deployments.figures import Figures
+from deployments.service import GenerationFailed
 from engine.automatic import taking_turns
 from engine.budget import CostModel
 from engine.decode import Speculation, decode_steps
 from engine.runner import Dtype, ModelRunner
-from engine.step import Outcome, check_room
+from engine.step import check_room
 from engine.text import OutputText, load_tokenizer
-from engine.types import GenerationRequest, Origin, TokenChunk
+from engine.types import GenerationRequest, TokenChunk
 
 Mode = Literal["pipelined", "sequential", "plain"]
 Progress = Callable[[str], None]
-
-
-class GenerationFailed(RuntimeError):
-    """The stream ended with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +121,15 @@ class OneProcess:
     def stream(self, request: GenerationRequest) -> Generator[TokenChunk]:
         """See Engine. Raises InvalidRequest."""
         check_room(request, self._target)
+        unsent = Unsent(request.request_id)
         mark = time.monotonic()
         for _, outcome in decode_steps(self._target, [request], self._speculation, self._tokenizer):
             now = time.monotonic()
             if outcome.tokens or outcome.sequence.finish_reason is not None:
                 if outcome.decoded:
                     self._figures += Figures(len(outcome.tokens), now - mark, 1, outcome.tried, outcome.accepted)
-                yield _chunk(request.request_id, outcome)
+                unsent.add(outcome.tokens, outcome.accepted, outcome.logprobs)
+                yield unsent.flush(outcome.sequence.finish_reason, outcome.sequence.error)
             mark = time.monotonic()
 
     def figures(self) -> Figures:
@@ -138,15 +138,6 @@ class OneProcess:
 
     def close(self) -> None:
         """See Engine."""
-
-
-def _chunk(request_id: str, outcome: Outcome) -> TokenChunk:
-    origins: list[Origin] = ["draft"] * outcome.accepted
-    origins += ["target"] * (len(outcome.tokens) - outcome.accepted)
-    sequence, logprobs = outcome.sequence, tuple(outcome.logprobs)
-    return TokenChunk(
-        request_id, tuple(outcome.tokens), tuple(origins), sequence.finish_reason, sequence.error, logprobs
-    )
 
 
 def texts(

@@ -11,8 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 
-from cluster.intake import Closed, Overloaded
-from cluster.target import TARGET_FAILED
+from cluster.intake import TARGET_FAILED, Closed, Overloaded
 from deployments.fields import TextModel
 from engine.text import OutputText
 from engine.types import GenerationRequest, InvalidRequest, TokenChunk, TokenLogprobs
@@ -163,6 +162,7 @@ class Service:
         self._resumes, self._full_s = resumes, full_s
         self._full: dict[str, float] = {}  # models that just refused a request, and until when that counts
         self._draining = False
+        self.preparing = 0  # requests that `prepare` has in hand
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="paceline-grammars")
 
     def drain(self) -> None:
@@ -196,12 +196,15 @@ class Service:
         loop = asyncio.get_running_loop()
         if grammar:
             deadline = min(deadline, loop.time() + _GRAMMAR_S)
+        self.preparing += 1
         try:
             async with asyncio.timeout_at(deadline):
                 return await loop.run_in_executor(self._compilers if grammar else None, make)
         except TimeoutError:
             what = "the grammar took longer to compile" if grammar else "the request took longer"
             raise DeadlineExceeded(f"{what} than it may") from None
+        finally:
+            self.preparing -= 1
 
     def _deadline(self, arrived: float | None, timeout_s: float | None) -> float:
         """In the loop's time."""

@@ -67,7 +67,7 @@ def test_three_actors_in_a_row_serve_the_plain_tokens(target: ModelRunner, draft
                 return sum(generation.accepted for generation in generations)
 
             until(lambda: accepted() > 0, "a guess comes in time")  # the first ones wait for loops to be compiled
-            assert innermost.stats().steps > 0, "the innermost drafter did nothing"
+            until(lambda: accepted() > 0 and innermost.stats().steps > 0, "the innermost drafter has a part in it")
             assert replica.wait_idle(PATIENCE_S)
             replica.check()
             replica.close()

@@ -297,6 +297,7 @@ def test_what_a_request_needs_before_it_runs_is_in_its_time(served: Make) -> Non
         for grammar in (False, True):
             with pytest.raises(DeadlineExceeded):
                 await service.prepare(partial(may.wait, PATIENCE_S), grammar, time.monotonic(), 0.05)
+            assert service.preparing == 0
         with pytest.raises(DeadlineExceeded):
             _ = [piece async for piece in service.run(served(silent), request, 60.0, time.monotonic() - 60.0)]
         may.set()  # the loop does not end before its threads
@@ -315,6 +316,7 @@ def test_grammars_wait_for_each_other_and_no_longer_than_they_may(monkeypatch: p
             for _ in range(40)
         ]
         assert await service.prepare(lambda: "others go on", False, time.monotonic()) == "others go on"
+        assert service.preparing == 40, "a server that goes away waits for them"
         assert all(
             isinstance(each, DeadlineExceeded) for each in await asyncio.gather(*grammars, return_exceptions=True)
         )

@@ -10,7 +10,6 @@ import pytest
 
 from cluster import vllm_target
 from cluster.placement import Placement
-from cluster.registry import DraftEntry
 from cluster.vllm_options import VllmOptions
 from cluster.vllm_target import VllmTarget
 from tests.cluster_fixtures import until
@@ -58,14 +57,14 @@ def test_a_step_longer_than_the_patience_costs_one_telling_and_no_answer_of_vllm
     target: VllmTarget, engine: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_target, "_TELL_TIMEOUT_S", 0.05)
-    entries = [DraftEntry("draft", "127.0.0.1:1")]
+    addresses = ["127.0.0.1:1"]
     engine.stepping = True
-    target.follow(entries)
+    target.follow(addresses)
     assert target.stats().drafts == 0
     engine.stepping = False
 
     def told() -> bool:
-        target.follow(entries)
+        target.follow(addresses)
         return target.stats().drafts == 1
 
     until(told, "vLLM is told again")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import vllm_proposer
+from cluster import kept_links, vllm_proposer
 from cluster.address import parse_address
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
@@ -98,12 +98,12 @@ def test_a_service_that_is_not_there_is_told_once(
         raise UnicodeError("no name")
 
     monkeypatch.setattr(vllm_proposer, "connect", refused)
-    monkeypatch.setattr(vllm_proposer, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(kept_links, "_LOOK_EVERY_S", 0.01)
     proposals = Proposals(options("127.0.0.1:1"))
     closing.callback(proposals.close)
     for _ in range(3):
         assert tried.acquire(timeout=PATIENCE_S)
-    told = [record.getMessage() for record in caplog.records if record.name == vllm_proposer.__name__]
+    told = [record.getMessage() for record in caplog.records if record.name == kept_links.__name__]
     assert told == ["no drafts from 127.0.0.1:1 until it is there: no name"]
 
 

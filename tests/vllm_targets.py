@@ -13,7 +13,6 @@ from cluster.draft import DraftReplica
 from cluster.drafters import DraftConfig, make_drafter
 from cluster.grpc_server import DraftServer
 from cluster.placement import Placement
-from cluster.registry import DraftEntry
 from cluster.vllm_options import VllmOptions
 from cluster.vllm_target import VllmTarget
 from engine.attention import chain_rows
@@ -46,10 +45,7 @@ class Pair:
         """Until these drafts are linked; of none, links that stand are ended."""
 
         def linked() -> bool:
-            if addresses:
-                self.target.follow([DraftEntry(address, address) for address in addresses])
-            else:
-                self.target.drop()
+            self.target.follow(addresses or None)
             return self.target.stats().drafts == len(addresses)
 
         until(linked, "vLLM has the drafts that it was told of")

@@ -115,6 +115,29 @@ def test_a_target_that_fails_tells_its_clients(
     replica.close()
 
 
+def test_all_clients_are_told_that_a_target_failed_although_nothing_can_be_freed(
+    target: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = TargetReplica(target, exact.goodput(), max_batch=2)
+    near, far = memory_link()
+    replica.add_link(near)
+    broken = monkeypatch.context()
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with broken as patch:
+        patch.setattr(replica._batch, "leave", fail)
+        Steps(target, patch).at(5, lambda: fail())
+        for stream in submit(replica, case(0.7)[:3].requests):
+            assert stream.end().error == "the target failed"
+        until(lambda: not replica.alive, "the target ends")
+    assert not far.alive
+    for running in list(replica._running.values()):  # the pool is for other tests, too
+        replica._batch.leave(running)
+    replica.close()
+
+
 def test_closing_a_target_ends_its_streams(
     target: ModelRunner, case: MakeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
