@@ -2,7 +2,10 @@
 
 import hashlib
 import math
+import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +20,22 @@ except ImportError:  # not there, or not for this numpy
     COMPILES = False
 
 
-def _kept_in(folder: str) -> Path:
-    """Where in a folder, or beside the sources, machine code is kept: apart for the engine's sources as they are.
+def _kept_in(folder: str) -> Path | None:
+    """Where machine code is kept: in the first that can be written to of this folder, if one is named, the folder beside
+    the sources, and the user's; None: nowhere. In each of them, apart for the engine's sources as they are.
 
-    numba looks whether a function's own file has changed, not those of the functions that became part of it.
+    numba looks whether a function's own file has changed, not those of the functions that became part of it; and so it
+    would in places that it turns to by itself.
     """
     own = Path(__file__).parent
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(own.rglob("*.py")))).hexdigest()
-    return Path(folder or own / "__pycache__") / digest[:16]
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline"
+    for place in ([Path(folder)] if folder else []) + [own / "__pycache__", users]:
+        with suppress(OSError):
+            (place / digest[:16]).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place / digest[:16]).close()
+            return place / digest[:16]
+    return None
 
 
 _SUMS = {"reassoc", "contract", "nsz"}  # of LLVM's liberties with floating point, those that sums of products need
@@ -45,15 +56,11 @@ def compiled(function: F, long: bool = False, exact: bool = False) -> F:
     """
     if not COMPILES:
         return function
-    made: Any
     # Divisions that don't look for zeros can be vectors.
     compile_it: Any = partial(
         njit, nogil=long, fastmath=_SUMS if long and not exact else False, error_model="numpy" if long else "python"
     )
-    try:
-        made = compile_it(cache=True)(function)
-    except RuntimeError:  # no folder to keep it in: numba has no class for this
-        made = compile_it()(function)
+    made: Any = compile_it(cache=_KEPT is not None)(function)
     return made  # type: ignore[no-any-return]
 
 
@@ -85,7 +92,9 @@ if COMPILES:
 
     _arrays: Any = arrayobj  # without types
     _settings: Any = numba_config
-    _settings.CACHE_DIR = str(_kept_in(_settings.CACHE_DIR))
+    _KEPT = _kept_in(_settings.CACHE_DIR)
+    if _KEPT is not None:
+        _settings.CACHE_DIR = str(_KEPT)
 
     def _borrowing(context: Any, array: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
