@@ -19,6 +19,7 @@ from engine.choice import DrafterName, Weights, check_choice, check_documents, c
 from engine.runner import Dtype
 
 _LOOK_EVERY_S = 1.0
+_CLOSE_S = 5.0
 
 
 class DraftFailed(RuntimeError):
@@ -95,7 +96,9 @@ def run_draft(options: DraftOptions, console: Console) -> None:
         if not works(replica):
             raise DraftFailed("the draft failed or hangs")  # closing it would wait for a turn that never ends
     server.stop()
-    replica.close()
+    closing = threading.Thread(target=replica.close, name="paceline-close", daemon=True)
+    closing.start()
+    closing.join(_CLOSE_S)  # a turn that hangs never ends
     console.print("stopped")
 
 

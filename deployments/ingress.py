@@ -60,9 +60,11 @@ class Ingress(GrpcMethods):
         return app
 
     async def drain(self) -> int:
-        """Refuses requests from now on, each with an error of its protocol; how many samples are still being written."""
+        """Refuses requests from now on, each with an error of its protocol; how many requests are being prepared, and
+        samples written.
+        """
         self._service.drain()
-        return sum(each.open for each in self._latencies.values())
+        return self._service.preparing + sum(each.open for each in self._latencies.values())
 
     async def ready(self) -> bool:
         """Whether every model could answer: a replica is there, or a request would wake one."""

@@ -120,8 +120,12 @@ def prepare(config: ServeConfig, progress: Progress) -> ServeDeploySchema:
         http_options=schema.http_options.model_dump(),
         grpc_options=schema.grpc_options.model_dump(),
     )
-    if others := _deployed_by_others():
-        told = f"the cluster serves {', '.join(others)} by a configuration, of which ours would take the place"
+    found = _deployed()
+    if APPLICATION in found:
+        told = "the cluster serves models like this already: end that where it runs, or with 'serve shutdown'"
+        raise DeployError(f"{told}; or change it by 'serve deploy' and what 'paceline config export' prints")
+    if others := ", ".join(sorted(name for name, source in found.items() if source != "imperative")):
+        told = f"the cluster serves {others} by a configuration, of which ours would take the place"
         raise DeployError(f"{told}; add what 'paceline config export' prints to it")
     _check_where(schema)
     return schema
@@ -163,11 +167,10 @@ def deploy(schema: ServeDeploySchema, progress: Progress) -> None:
         time.sleep(_POLL_S)
 
 
-def _deployed_by_others() -> list[str]:
-    """Other applications that came from a configuration: Serve ends those that the next one doesn't name."""
+def _deployed() -> dict[str, str]:
+    """Where each application came from. Serve ends those of a configuration that the next one doesn't name."""
     found: dict[str, Any] = _client().get_serve_details()["applications"]
-    kept = [name for name, details in found.items() if details.get("source") != "imperative"]
-    return sorted(set(kept) - {APPLICATION})
+    return {name: str(details.get("source")) for name, details in found.items()}
 
 
 def withdraw(config: ServeConfig) -> None:
@@ -191,7 +194,9 @@ def _finish_streams(deadline: float) -> None:
         return
     ingress: Any = serve.get_deployment_handle(INGRESS, APPLICATION)
     with suppress(RayError, TimeoutError):
-        while sum(ingress.broadcast("drain").results(timeout_s=_ASK_S)) and time.monotonic() < deadline:
+        quiet = 0  # looks in a row; between its preparation and its first step a request is not counted
+        while quiet < 2 and time.monotonic() < deadline:
+            quiet = 0 if sum(ingress.broadcast("drain").results(timeout_s=_ASK_S)) else quiet + 1
             time.sleep(_POLL_S)
 
 

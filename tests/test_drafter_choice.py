@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -274,3 +275,27 @@ def test_the_command_ends_when_its_draft_hangs(monkeypatch: pytest.MonkeyPatch) 
         for replica in replicas:
             DraftReplica.close(replica)
     assert len(replicas) == 1
+
+
+def test_a_draft_that_hangs_does_not_hold_up_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    class Hanging(DraftReplica):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            signal.raise_signal(signal.SIGTERM)
+
+        def close(self) -> None:
+            hangs.wait()
+            super().close()
+
+    monkeypatch.setattr("deployments.draft.DraftReplica", Hanging)
+    monkeypatch.setattr("deployments.draft._CLOSE_S", 0.05)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        run_draft(DraftOptions(None, "127.0.0.1", 0, "ngram"), Console(quiet=True))
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+            signal.signal(number, handler)
+        hangs.set()
+    until(lambda: not any(thread.name == "paceline-close" for thread in threading.enumerate()), "it is closed")

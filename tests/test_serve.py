@@ -195,10 +195,25 @@ def test_what_others_have_deployed_is_not_taken_away(
     assert list(serve.status().applications) == [APPLICATION]
 
 
-def test_addresses_that_serve_would_not_take_are_told(targets: DeploymentHandle[Any], config: ServeConfig) -> None:
+def test_what_is_served_already_is_neither_replaced_nor_taken_back(
+    targets: DeploymentHandle[Any], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_join", lambda address: False)
+    monkeypatch.setattr(serving, "_let_interrupt", lambda: None)
+    monkeypatch.setattr(serving, "withdraw", lambda config: pytest.fail("another's application is taken back"))
+    before = set(pids(targets))
+    with pytest.raises(DeployError, match="the cluster serves models like this already"):
+        serving.run_server(config, "there:6379", Console(quiet=True))
+    assert set(pids(targets)) == before
+
+
+def test_addresses_that_serve_would_not_take_are_told(
+    targets: DeploymentHandle[Any], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It runs already, and would leave its proxies where they are."""
     http = config.http.model_copy(update={"port": config.http.port + 1})
     grpc = config.grpc.model_copy(update={"port": None})
+    monkeypatch.setattr(serving, "_deployed", dict)
     serving.prepare(config, lambda text: None)
     for changed, told in (({"http": http}, f"http.port is {config.http.port}"), ({"grpc": grpc}, "grpc.port is")):
         with pytest.raises(DeployError, match=told):
