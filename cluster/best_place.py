@@ -104,7 +104,8 @@ class _Measured:
 
     def over(self, base: Place) -> dict[Place, Speed]:
         """What was measured at the other places, with this one's tokens per second for one."""
-        known = self._seen - {base} if base in self._seen else ()
+        seen = {place for place in self._seen if not self._speeds[place].forgotten}
+        known = seen - {base} if base in seen else ()
         return {place: self._speeds[place].like(1 / self._speeds[base].rate) for place in known}
 
     def enter(self, fewer: bool) -> None:

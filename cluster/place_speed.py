@@ -8,6 +8,7 @@ _DOUBT = 2.0  # standard errors by which a place may be faster than it seemed
 _LEAST_SPREAD = 0.3  # of what a step brings, relative: a few equal ones are no certainty
 _TAKEN_OVER = 6  # steps at most that others count for
 _KNOWN = 12  # steps that say how long prompts take
+_FORGOTTEN = 1e-6  # steps, faded: the sums come near what numbers can hold
 
 
 @dataclass
@@ -34,16 +35,21 @@ class Speed:
         self._squares = a + tokens**2, b + tokens * seconds, c + seconds**2
 
     def like(self, times: float) -> "Speed":
-        """A few steps like these, which brought so many times the tokens."""
+        """A few steps like these, which brought so many times the tokens. Not of what is forgotten."""
         share = min(1.0, _TAKEN_OVER / self.steps)
         a, b, c = self._squares
         squares = a * share * times**2, b * share * times, c * share
         return Speed(self.steps * share, self.tokens * share * times, self.seconds * share, squares)
 
     @property
+    def forgotten(self) -> bool:
+        """Whether nothing is known: there were no steps, or too long ago."""
+        return self.steps < _FORGOTTEN
+
+    @property
     def rate(self) -> float:
         """Tokens per second."""
-        return self.tokens / max(self.seconds, 1e-9)
+        return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def step_s(self) -> float:
@@ -53,12 +59,12 @@ class Speed:
     @property
     def doubt(self) -> float:
         """By how much the rate may be off: that of a ratio of two sums."""
-        if not self.steps:
+        if self.forgotten or not self.seconds:
             return inf
         a, b, c = self._squares
         rate = self.rate
         spread = max(a - 2 * rate * b + rate**2 * c, (_LEAST_SPREAD * self.tokens) ** 2 / self.steps)
-        return _DOUBT * sqrt(spread) / max(self.seconds, 1e-9)
+        return _DOUBT * sqrt(spread) / self.seconds
 
     @property
     def at_best(self) -> float:

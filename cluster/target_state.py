@@ -11,7 +11,6 @@ from engine.drafters.ngram import DOUBTFUL, Earned, Lookup
 from engine.drafters.past import Past
 from engine.prefix import HandleChain
 from engine.tree import ROOT, TokenTree
-from engine.tree_loops import all_known
 from engine.types import Close, Commit, Down, Growth, NeedPrefix, Open, Renew, SamplingParams, Up
 
 COMMIT_TAIL = 16  # tokens a commit repeats, so that lost ones are made up for
@@ -269,10 +268,9 @@ class TargetState:
         behind = len(held.tokens) - growth.base.length
         if not behind <= len(growth.tokens) <= behind + self._mirror_nodes:
             return False  # it ends before the root, or is more than there is room for
-        if not all_known(growth.tokens, self._vocab_size):
-            return False
         committed = held.tokens[growth.base.length :]
-        grafted = held.mirror.graft(committed, growth.parents, growth.tokens, growth.confidences, told=True)
+        piece = growth.parents, growth.tokens, growth.confidences
+        grafted = held.mirror.graft(committed, *piece, told=True, vocab_size=self._vocab_size)
         self.counters.grown += grafted
         if grafted:
             held.again = held.asked = 0

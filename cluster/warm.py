@@ -19,7 +19,7 @@ from engine.effort import EffortWindow, draft_steps
 from engine.huge_pages import use_huge_pages
 from engine.runner import ModelRunner
 from engine.tree import ROOT, TokenTree
-from engine.tree_loops import all_known, worthwhile
+from engine.tree_loops import worthwhile
 from engine.types import Growth, KVHandle, SamplingParams
 from engine.verify import walk
 
@@ -81,7 +81,6 @@ def warm_up_loops() -> None:
     nodes = draft.unsent(1)
     [growth] = decode_up(encode_up([Growth(0, KVHandle(1, bytes(DIGEST_BYTES)), *draft.piece(nodes))])[0])
     assert isinstance(growth, Growth)
-    all_known(growth.tokens, 1)
     mirror.graft([], growth.parents, growth.tokens, growth.confidences)
     window = GoodputWindow(Calibration(), CostModel())
     [chosen] = window.choose([mirror])

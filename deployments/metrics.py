@@ -179,6 +179,8 @@ class _Shown(Collector):
         for model, replicas in self._reports.items():
             for replica, samples in replicas.items():
                 for sample in samples:
+                    if sample.name not in MEASURES:
+                        continue  # of a replica that is newer than this one: an upgrade is under way
                     family = families.get(sample.name) or families.setdefault(sample.name, _family(sample))
                     _add(family, [model, replica, *(value for _, value in sample.labels)], sample.value)
         return families.values()

@@ -10,6 +10,7 @@ from engine.types import MAX_LOGPROBS, Grammar, InvalidRequest, require
 
 MAX_PROMPTS = 32  # of one request
 MAX_TOOLS = 128
+MAX_MESSAGES = 4096  # and parts of one, and calls in one
 UNSUPPORTED = (  # fields that would change the output, and are not done here: better refused than ignored
     *("suffix", "functions", "function_call", "prompt_logprobs", "use_beam_search", "logits_processors"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf"),
@@ -189,7 +190,7 @@ class Message(NullsAreAbsent):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, BeforeValidator(_text_parts, Text | list[TextPart])] | None = None
     name: Text | None = None
-    tool_calls: Many[ToolCall] = ()
+    tool_calls: Annotated[Many[ToolCall], Field(max_length=MAX_MESSAGES)] = ()
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
@@ -197,6 +198,9 @@ class Message(NullsAreAbsent):
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("content is missing")
         return self
+
+
+Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class Function(NullsAreAbsent):
@@ -255,7 +259,7 @@ class _Chat(NullsAreAbsent):
 class ChatRequest(_Request, _Chat):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: Messages
     add_special_tokens: Flag = False  # around what the template writes
     max_tokens: Int | None = None  # None: as many as the context has room for
     max_completion_tokens: Int | None = None  # the newer name
@@ -302,7 +306,7 @@ class TokenizeRequest(_Chat):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] = ()  # with messages
     add_special_tokens: Flag | None = None  # where they are not named: as /v1/completions, /v1/chat/completions do
     return_token_strs: Flag = False

@@ -172,15 +172,17 @@ class TokenTree:
         tokens: IntArray,
         confidences: FloatArray,
         told: bool = False,
+        vocab_size: int = 0,
     ) -> int:
         """Merges a piece that was rooted before the `committed` tokens; returns how many nodes are new.
 
         What doesn't begin with the committed tokens is dropped. A confidence above 1 counts as 1. told: by the other side,
-        which knows all these nodes, also those that were here before.
+        which knows all these nodes, also those that were here before. vocab_size: what leads through ids beyond it is
+        dropped, too; 0: any are taken.
         """
         old = self.size
         piece = _ids(committed), _ids(parents), _ids(tokens), confidences
-        self.size = int(loops.graft(self.nodes, old, *piece, told))
+        self.size = int(loops.graft(self.nodes, old, *piece, told, vocab_size))
         return self.size - old
 
     def hang(self, tokens: Sequence[int], confidences: Sequence[float]) -> None:

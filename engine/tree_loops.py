@@ -135,6 +135,7 @@ def graft(
     tokens: IntArray,
     confidences: FloatArray,
     told: bool,
+    vocab_size: int,
 ) -> int:
     """The new size; see TokenTree.graft."""
     # Where each node of the piece went: a node here, -2 - k when the first k committed tokens lead there, or _GONE.
@@ -142,7 +143,9 @@ def graft(
     to_go = len(committed)
     for i in range(len(parents)):
         before = places[parents[i]] if parents[i] >= 0 else (-2 if to_go else 0)
-        if before >= 0:
+        if vocab_size and not 0 <= tokens[i] < vocab_size:
+            places[i] = _GONE
+        elif before >= 0:
             sure = confidences[i] > 1
             places[i] = add(nodes, size, before, tokens[i], 1.0 if sure else confidences[i])
             size = max(size, places[i] + 1)
@@ -165,12 +168,6 @@ def hang(nodes: Nodes, size: int, tokens: IntArray, confidences: FloatArray) -> 
             break
         size = max(size, node + 1)
     return size
-
-
-@compiled
-def all_known(tokens: IntArray, vocab_size: int) -> bool:
-    """Whether every token is one of the vocabulary."""
-    return bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
 @compiled

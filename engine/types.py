@@ -23,6 +23,7 @@ MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens of one request
 MAX_BAD_WORDS = 2048
 MAX_BAD_TOKENS = 65_536  # of all bad words together
+MAX_BAD_WORD_TOKENS = 32  # of each: every length that there is takes a lookup of each row
 MAX_STOP_TOKENS = 4096
 MAX_TOKEN_ID = 2**31 - 1  # whatever the vocabulary: token ids are int32 in arrays
 MAX_LOGPROBS = 20
@@ -106,6 +107,10 @@ class SamplingParams:
         require(unique, "logit_bias", "one bias for each token")
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
         require(all(self.bad_words), "bad_words", "words must not be empty")
+        longest = max(map(len, self.bad_words), default=0)
+        require(
+            longest <= MAX_BAD_WORD_TOKENS, "bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens each, not {longest}"
+        )
         bad = sum(map(len, self.bad_words))
         require(bad <= MAX_BAD_TOKENS, "bad_words", f"at most {MAX_BAD_TOKENS} tokens together, not {bad}")
         require(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} of them")

@@ -1,5 +1,6 @@
 """Drafts run where a target is fastest with them, as it measures itself."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ import pytest
 from cluster.best_place import PLACES, BestPlace, Kind, Place, kind_of
 from cluster.link import memory_link
 from cluster.linked import LinkedDrafts
+from cluster.place_speed import Speed
 from cluster.target_state import TargetState
 from cluster.trace import Trace
 from engine.types import Growth, KVHandle, SamplingParams
@@ -276,6 +278,20 @@ def test_requests_that_fail_at_their_first_token_bring_none(kind: Kind, heard: b
         best.stepped(kind, 0, 1.0, heard)
     shares(best, 500, kind, BEST["none"])
     assert shares(best, 1_000, kind, BEST["none"])["none"] > 0.9
+
+
+def test_a_place_that_was_left_long_ago_is_forgotten() -> None:
+    speed = Speed()
+    for _ in range(12):
+        speed.add(2, 0.01)
+    for _ in range(20_000):
+        speed.fade()
+    assert speed.rate == pytest.approx(200)
+    assert speed.doubt > 10 * speed.rate
+    for _ in range(1_600_000):  # until numbers can't tell the sums from nothing
+        speed.fade()
+    assert speed.forgotten
+    assert speed.at_best == math.inf, "it is looked at again"
 
 
 def test_a_batch_that_comes_and_goes_changes_nothing() -> None:

@@ -181,6 +181,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
         400,
         "response_format",
     ),
+    ("chat/completions", {**CHAT, "messages": 4097 * CHAT["messages"]}, 400, "messages"),
 ]
 
 

@@ -258,6 +258,13 @@ def test_a_replica_that_reports_no_more_is_shown_no_more(monkeypatch: pytest.Mon
     assert registry.reports() == {}
 
 
+def test_what_a_newer_replica_reports_hides_nothing_of_the_others() -> None:
+    new = Sample("paceline_not_yet_known", 1)
+    shown = render({"m": {"new": (new, Sample("paceline_running", 2)), "old": (Sample("paceline_running", 3),)}})
+    assert b"not_yet_known" not in shown
+    assert shown.count(b"paceline_running{") == 2
+
+
 @pytest.mark.ray
 def test_a_cluster_reports_by_itself_and_through_ray() -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

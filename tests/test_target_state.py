@@ -96,6 +96,18 @@ def test_growth_that_fits_becomes_the_mirror() -> None:
     state.check()
 
 
+def test_of_a_draft_with_more_token_ids_what_the_target_knows_is_taken() -> None:
+    """Vocabularies are padded to different sizes."""
+    state = state_with(A)
+    session = state.session_opened(PROMPT, PARAMS)
+    state.received(
+        A, growth(session, handle(*PROMPT), (-1, VOCAB, 0.5), (0, 5, 0.8), (-1, 4, 0.4), (2, -1, 0.9), (2, 6, 0.9))
+    )
+    assert state.mirror(session).path([4, 6]) == 2
+    assert (state.mirror(session).size, state.counters.grown, state.counters.dropped) == (3, 2, 0)
+    state.check()
+
+
 def test_what_a_draft_says_is_told_apart_from_what_was_looked_up() -> None:
     """What both say is the draft's, too: else one that is right would rest where the text repeats itself."""
     state = TargetState(8, lookup=3)

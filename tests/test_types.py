@@ -20,6 +20,7 @@ NAN, INFINITY = float("nan"), float("inf")
         *(("repetition_penalty", value) for value in (0.0, 1e-46, 1e-38, 0.0099, 10.1, NAN, INFINITY)),
         *(("seed", value) for value in (-1, 2**63)),
         *(("max_tokens", value) for value in (0, -5, 2**31)),
+        *(("bad_words", value) for value in (((),), ((1,) * 33,), ((1,) * 32,) * 2049)),
         *(("stop", value) for value in (("a", ""), ("a", "b", "c", "d", "e"))),
     ],
 )
