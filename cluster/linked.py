@@ -125,4 +125,3 @@ class LinkedDrafts:
         """Ends all links."""
         for link in self._links.values():
             link.close()
-        self._links.clear()

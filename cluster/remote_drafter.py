@@ -34,7 +34,7 @@ class RemoteDrafter:
     """Implements Drafter: its trees are what a draft service grows. Its methods are for one thread, but `add_link`."""
 
     def __init__(self, vocab_size: int) -> None:
-        """vocab_size: of the tokens that it is told; growth with others is dropped."""
+        """vocab_size: of the tokens that it is told; guesses of others are dropped."""
         self._vocab_size = vocab_size
         self._state = TargetState(vocab_size, replica=int.from_bytes(os.urandom(2)))
         self._drafts = LinkedDrafts(self._state, Trace(), None)

@@ -10,7 +10,7 @@ from engine.types import MAX_LOGPROBS, Grammar, InvalidRequest, require
 
 MAX_PROMPTS = 32  # of one request
 MAX_TOOLS = 128
-MAX_MESSAGES = 4096  # and parts of one, and calls in one
+MAX_MESSAGES = 4096  # of a conversation, with the calls in them: more take too long to be looked at between two others
 UNSUPPORTED = (  # fields that would change the output, and are not done here: better refused than ignored
     *("suffix", "functions", "function_call", "prompt_logprobs", "use_beam_search", "logits_processors"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf"),
@@ -190,7 +190,7 @@ class Message(NullsAreAbsent):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, BeforeValidator(_text_parts, Text | list[TextPart])] | None = None
     name: Text | None = None
-    tool_calls: Annotated[Many[ToolCall], Field(max_length=MAX_MESSAGES)] = ()
+    tool_calls: Many[ToolCall] = ()
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
@@ -200,7 +200,16 @@ class Message(NullsAreAbsent):
         return self
 
 
-Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+def _few_enough(value: Any) -> Any:
+    """Before any is looked at."""
+    if isinstance(value, list):
+        calls = (message.get("tool_calls") for message in value if isinstance(message, dict))
+        if len(value) + sum(len(each) for each in calls if isinstance(each, list)) > MAX_MESSAGES:
+            raise ValueError(f"must be at most {MAX_MESSAGES}, with the calls in them")
+    return value
+
+
+Messages = Annotated[Many[Message], Field(min_length=1), BeforeValidator(_few_enough)]
 
 
 class Function(NullsAreAbsent):

@@ -120,11 +120,15 @@ def prepare(config: ServeConfig, progress: Progress) -> ServeDeploySchema:
         http_options=schema.http_options.model_dump(),
         grpc_options=schema.grpc_options.model_dump(),
     )
-    found = _deployed()
+    found, deadline = _deployed(), time.monotonic() + _LEAVE_S
+    while found.get(APPLICATION, {}).get("status") == ApplicationStatus.DELETING and time.monotonic() < deadline:
+        progress("waiting for what is being ended there")
+        time.sleep(_POLL_S)
+        found = _deployed()
     if APPLICATION in found:
         told = "the cluster serves models like this already: end that where it runs, or with 'serve shutdown'"
         raise DeployError(f"{told}; or change it by 'serve deploy' and what 'paceline config export' prints")
-    if others := ", ".join(sorted(name for name, source in found.items() if source != "imperative")):
+    if others := ", ".join(sorted(name for name, details in found.items() if details.get("source") != "imperative")):
         told = f"the cluster serves {others} by a configuration, of which ours would take the place"
         raise DeployError(f"{told}; add what 'paceline config export' prints to it")
     _check_where(schema)
@@ -167,17 +171,19 @@ def deploy(schema: ServeDeploySchema, progress: Progress) -> None:
         time.sleep(_POLL_S)
 
 
-def _deployed() -> dict[str, str]:
-    """Where each application came from. Serve ends those of a configuration that the next one doesn't name."""
-    found: dict[str, Any] = _client().get_serve_details()["applications"]
-    return {name: str(details.get("source")) for name, details in found.items()}
+def _deployed() -> dict[str, dict[str, Any]]:
+    """The applications, and what Serve says of each. It ends those of a configuration that the next one doesn't name."""
+    found: dict[str, dict[str, Any]] = _client().get_serve_details()["applications"]
+    return found
 
 
 def withdraw(config: ServeConfig) -> None:
     """Takes the application back: no new requests, what runs ends by itself, at most `limits.drain_s` later."""
     deadline = time.monotonic() + config.limits.drain_s
-    _finish_streams(deadline)
-    _client().delete_apps([APPLICATION], blocking=False)
+    try:
+        _finish_streams(deadline)
+    finally:  # interrupted, too: an ingress that was drained admits nothing any more
+        _client().delete_apps([APPLICATION], blocking=False)
     deadline += _LEAVE_S
     while APPLICATION in serve.status().applications and time.monotonic() < deadline:
         time.sleep(_POLL_S)

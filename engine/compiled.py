@@ -18,6 +18,7 @@ try:
     COMPILES = not getattr(config, "DISABLE_JIT", False)
 except ImportError:  # not there, or not for this numpy
     COMPILES = False
+_KEPT: Path | None = None  # the folder where machine code is kept
 
 
 def _kept_in(folder: str) -> Path | None:
@@ -29,8 +30,10 @@ def _kept_in(folder: str) -> Path | None:
     """
     own = Path(__file__).parent
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(own.rglob("*.py")))).hexdigest()
-    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline"
-    for place in ([Path(folder)] if folder else []) + [own / "__pycache__", users]:
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # unchanged where there is no home
+    places = [Path(folder)] if folder else []
+    places += [own / "__pycache__", *([Path(users, "paceline")] if os.path.isabs(users) else [])]
+    for place in places:
         with suppress(OSError):
             (place / digest[:16]).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=place / digest[:16]).close()

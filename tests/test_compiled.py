@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,4 +49,13 @@ def test_what_can_be_kept_nowhere_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     def twice(x: int) -> int:
         return 2 * x
 
-    assert compiled.compiled(twice)(4) == 8
+    made: Any = compiled.compiled(twice)
+    assert made(4) == 8
+    assert made.stats.cache_path is None, "numba has found a place of its own"
+
+
+def test_who_has_no_home_needs_none(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", str)  # what it is where nothing says where home is
+    (sources / "engine" / "__pycache__").touch()
+    assert compiled._kept_in("") is None

@@ -598,3 +598,35 @@ ray.exceptions.RayTaskError: ray::ServeReplica:paceline:code-target()
         deploy(schema, lambda text: None)
     assert str(failed.value) == line
     assert asked == [schema]
+
+
+def test_who_interrupts_the_end_leaves_no_server_that_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(deadline: float) -> None:
+        raise KeyboardInterrupt
+
+    deleted: list[str] = []
+    client = SimpleNamespace(delete_apps=lambda names, blocking: deleted.extend(names))
+    monkeypatch.setattr(serving, "_client", lambda: client)
+    monkeypatch.setattr(serving, "_finish_streams", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serving.withdraw(parse_config({"models": [PAIR]}))
+    assert deleted == [serving.APPLICATION]
+
+
+def test_what_is_being_ended_is_waited_for_and_what_runs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, Any]] = [
+        {serving.APPLICATION: {"status": ApplicationStatus.DELETING}},
+        {},
+        {serving.APPLICATION: {"status": ApplicationStatus.RUNNING}},
+    ]
+    client = SimpleNamespace(get_serve_details=lambda: {"applications": found.pop(0)})
+    monkeypatch.setattr(serving, "_client", lambda: client)
+    monkeypatch.setattr(serving, "_check_where", lambda schema: None)
+    monkeypatch.setattr(serving, "_POLL_S", 0.0)
+    monkeypatch.setattr(serve, "start", lambda **options: None)
+    config = parse_config({"models": [PAIR]})
+    said: list[str] = []
+    assert serving.prepare(config, said.append) == serve_schema(config)
+    assert said[-1] == "waiting for what is being ended there"
+    with pytest.raises(DeployError, match="serves models like this already"):
+        serving.prepare(config, said.append)

@@ -108,6 +108,8 @@ def test_wrong_addresses_are_errors_of_the_same_shape(server: Server, method: st
 
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = {"role": "assistant", "tool_calls": 2048 * [_CALL]}
 REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("completions", {"model": "unknown", "prompt": "x"}, 404, "model"),
     ("chat/completions", {**CHAT, "model": "unknown"}, 404, "model"),
@@ -182,6 +184,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
         "response_format",
     ),
     ("chat/completions", {**CHAT, "messages": 4097 * CHAT["messages"]}, 400, "messages"),
+    ("chat/completions", {**CHAT, "messages": [*CHAT["messages"], *3 * [CALLS]]}, 400, "messages"),
 ]
 
 
