@@ -26,6 +26,7 @@ class LinkedDrafts:
         self._trace = trace
         self._loop = loop
         self._links: dict[int, Link[Down, Up]] = {}
+        self._lost: dict[int, int] = {}  # messages, by draft
         self._next_draft = 0
         self._places = places
         self._rests = Rests()
@@ -44,7 +45,7 @@ class LinkedDrafts:
         """A draft is there."""
         draft = self._next_draft
         self._next_draft += 1
-        self._links[draft] = link
+        self._links[draft], self._lost[draft] = link, 0
         if self._loop is not None:
             self._loop.hear(link)
         self._rests.joined(draft)
@@ -69,7 +70,8 @@ class LinkedDrafts:
             if not alive:
                 if self._loop is not None:
                     self._loop.forget(link)
-                del self._links[draft]
+                self._count_lost(draft)
+                del self._links[draft], self._lost[draft]
                 self._rests.left(draft)
                 self._state.draft_left(draft)
                 self._best = self._measure_anew()  # what is known was of all of them
@@ -117,9 +119,17 @@ class LinkedDrafts:
         for draft, messages in self._state.take_messages().items():
             started = time.monotonic()
             send_all(self._links[draft], messages, self._state.not_told)
+            self._count_lost(draft)
             commits = sum(isinstance(message, Commit) for message in messages)
             if commits:
                 self._trace.add("commit", started, commits)
+
+    def _count_lost(self, draft: int) -> None:
+        """What its link lost since the last time."""
+        stats = self._links[draft].stats
+        lost = stats.dropped + stats.garbled
+        self._state.counters.lost += lost - self._lost[draft]
+        self._lost[draft] = lost
 
     def close(self) -> None:
         """Ends all links."""

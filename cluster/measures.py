@@ -59,6 +59,9 @@ MEASURES: dict[str, Measure] = {
     "paceline_place_steps": Measure("counter", "of them, by where drafts ran: separate, shared (taking turns) or none"),
     "paceline_sequence_steps": Measure("counter", "steps in which a sequence decoded, counted for each"),
     "paceline_hits": Measure("counter", "sequence steps at whose end the mirror held a child below the new root"),
+    "paceline_expected_tokens": Measure(
+        "counter", "draft tokens that windows expected to be accepted; near those that are where confidences hold"
+    ),
     "paceline_empty_steps": Measure("counter", "sequence steps that verified nothing although a draft is attached"),
     "paceline_forward_seconds": Measure("counter", "time in forward passes that decoded"),
     "paceline_active_seconds": Measure("counter", "time with at least one decoding sequence"),
@@ -67,6 +70,9 @@ MEASURES: dict[str, Measure] = {
     "paceline_shared_tokens": Measure("counter", "tokens whose KV was known and not computed"),
     "paceline_growth_grafted": Measure("counter", "nodes that drafts guessed and that fitted"),
     "paceline_growth_dropped": Measure("counter", "growth messages that fitted nothing: late, foreign or nonsense"),
+    "paceline_link_messages_lost": Measure(
+        "counter", "messages between target and drafts that full links or damage lost"
+    ),
     "paceline_mirrors_healed": Measure("counter", "commits that asked the draft to send its subtree again"),
     "paceline_sessions_attached": Measure("counter", "times a session was given to a draft"),
     "paceline_sessions_reattached": Measure("counter", "of them, since a draft left or joined"),

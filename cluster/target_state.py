@@ -26,6 +26,7 @@ class Counters:
 
     grown: int = 0  # nodes grafted
     dropped: int = 0  # growth messages that fitted nothing: late, foreign or nonsense
+    lost: int = 0  # wire messages that links lost, full ones or to damage
     healed: int = 0  # commits that asked the draft to send its subtree again
     attached: int = 0  # times a session was given to a draft
     reattached: int = 0  # of them, since a draft left or joined; not since drafts were left alone, or no longer

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cluster.draft_state import CloseSession, Command, CommitTokens, DraftState, OpenSession, resend
-from cluster.faulty_link import FaultyLink, nonsense
 from cluster.link import Link
 from cluster.target_state import TargetState
 from engine.tree import Moved, TokenTree
 from engine.types import Down, Growth, IntArray, KVHandle, SamplingParams, Up
 from engine.verify import walk
+from tests.faulty_link import FaultyLink, nonsense
 
 PATIENCE_S = 120.0  # far more than anything waited for takes, on a slow machine too
 VOCAB = 16

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 from cluster.target import TargetReplica
 from deployments.fields import GenerationFields, make_requests
 from deployments.http import HttpSettings, make_app
-from deployments.local_backend import LocalBackend
 from deployments.service import Backend, ReplicaLost, ServedModel, Service
 from engine.decode import decode
 from engine.runner import ModelRunner
@@ -27,6 +26,7 @@ from engine.text import OutputText
 from engine.types import GenerationRequest, TokenChunk
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
+from tests.local_backend import LocalBackend
 
 PROMPT = "def read(path):\n    with open(path) as file:\n        for line in file:\n"
 KEY = "sk-secret"

@@ -17,11 +17,11 @@ from cluster.draft_state import (
     OpenSession,
     resend,
 )
-from cluster.faulty_link import nonsense
 from engine.prefix import HandleChain
 from engine.tree import TokenTree
 from engine.types import Close, Commit, Down, NeedPrefix, Open, Renew, SamplingParams
 from tests.cluster_fixtures import VOCAB, DraftSide, World
+from tests.faulty_link import nonsense
 
 PARAMS = SamplingParams(temperature=1.0, seed=3)
 A, B = 1, 2  # streams

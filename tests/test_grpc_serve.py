@@ -23,7 +23,6 @@ from deployments.client import Client, make_request
 from deployments.grpc_methods import MAX_REQUEST_BYTES, SERVICE
 from deployments.grpc_service import GrpcMethods
 from deployments.keys import ApiKeys
-from deployments.local_backend import LocalBackend
 from deployments.service import ServedModel, Service
 from engine.decode import decode
 from engine.runner import ModelRunner
@@ -32,6 +31,7 @@ from engine.types import GenerationRequest, SamplingParams, TokenChunk, TokenLog
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 from tests.http_fixtures import refusal
+from tests.local_backend import LocalBackend
 
 pytestmark = pytest.mark.ray
 

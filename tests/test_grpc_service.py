@@ -21,7 +21,6 @@ from deployments.client import Client, make_request
 from deployments.grpc_methods import MAX_REQUEST_BYTES, MAX_UNREAD, SERVICE, add_generation_service
 from deployments.grpc_service import GrpcMethods
 from deployments.keys import ApiKeys
-from deployments.local_backend import LocalBackend
 from deployments.service import Backend, DeadlineExceeded, GenerationFailed, ServedModel, Service
 from engine.decode import decode
 from engine.noise import derive_seed
@@ -29,6 +28,7 @@ from engine.runner import ModelRunner
 from engine.types import GenerationRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests.cluster_fixtures import PATIENCE_S, until
 from tests.http_fixtures import PROMPT, Gone, Refusing, refusal, serving_replica
+from tests.local_backend import LocalBackend
 
 
 class Server:

@@ -20,7 +20,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster import grpcio_link
 from cluster import link as link_module
-from cluster.faulty_link import FaultyLink, nonsense
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
 from cluster.link import Link, LinkError, memory_link
@@ -28,6 +27,7 @@ from cluster.speculate import PATH, SERVICE, LinkOptions
 from cluster.wire import decode_down, decode_up, encode_down, encode_up
 from engine.types import Close, Commit, Down, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
 from tests.cluster_fixtures import PATIENCE_S
+from tests.faulty_link import FaultyLink, nonsense
 
 Out = TypeVar("Out")
 In = TypeVar("In")

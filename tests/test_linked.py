@@ -4,13 +4,17 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster import wire
+from cluster import link, wire
 from cluster.draft import DraftReplica
 from cluster.link import LinkStats, memory_link
+from cluster.linked import LinkedDrafts
 from cluster.target import TargetReplica
+from cluster.target_state import TargetState
+from cluster.trace import Trace
 from engine.decode import Generation
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
+from engine.types import SamplingParams
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S
 from tests.exact import Tokens
@@ -68,3 +72,21 @@ def test_a_text_that_grows_too_long_goes_on_without_drafts_and_the_others_with_t
     helped, _, told = serve(len(long) + 4)
     assert helped.accepted > 0
     assert told.garbled == 0 < told.received
+
+
+def test_what_a_link_loses_is_counted_also_once_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_QUEUED_MESSAGES", 4)
+    state = TargetState(100)
+    drafts = LinkedDrafts(state, Trace(), None)
+    for ends in range(2):
+        ours, theirs = memory_link()
+        drafts.join(ours)
+        theirs.receive()
+        for _ in range(10):
+            state.session_closed(state.session_opened([1, 2, 3], SamplingParams()))
+            drafts.send()
+        assert state.counters.lost == 16 * (ends + 1)
+        theirs.close()
+        drafts.receive()
+        assert len(drafts) == 0
+    assert state.counters.lost == 32

@@ -30,7 +30,6 @@ from cluster.measures import MEASURES, Sample
 from cluster.registry import LEASE_S, Registry
 from cluster.reports import DraftReport, RayExport, TargetReport
 from cluster.target import TargetReplica
-from deployments.local_backend import LocalBackend
 from deployments.metrics import (
     BETWEEN_TOKENS,
     Latencies,
@@ -47,6 +46,7 @@ from engine.types import GenerationRequest, InvalidRequest, SamplingParams
 from tests import exact
 from tests.cluster_fixtures import PATIENCE_S, until
 from tests.http_fixtures import Hanging, Refusing
+from tests.local_backend import LocalBackend
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 40

@@ -17,7 +17,6 @@ from cluster.target import TargetReplica
 from deployments import service as service_module
 from deployments.fields import GenerationFields, make_requests
 from deployments.generate import texts
-from deployments.local_backend import LocalBackend
 from deployments.service import (
     Backend,
     DeadlineExceeded,
@@ -34,6 +33,7 @@ from engine.text import OutputText
 from engine.types import GenerationRequest, InvalidRequest, TokenChunk, TokenLogprobs
 from tests.cluster_fixtures import PATIENCE_S
 from tests.http_fixtures import PROMPT, serving_replica
+from tests.local_backend import LocalBackend
 
 
 @pytest.fixture

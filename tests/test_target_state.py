@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.faulty_link import nonsense
 from cluster.target_state import COMMIT_TAIL, MIRROR_NODES, SESSION_BITS, TargetState
 from engine.prefix import HandleChain
 from engine.tree import ROOT
 from engine.types import Close, Commit, Growth, KVHandle, NeedPrefix, Open, Renew, SamplingParams, Up
 from tests.cluster_fixtures import VOCAB, growth
+from tests.faulty_link import nonsense
 
 PARAMS = SamplingParams(temperature=1.0, seed=3)
 A, B = 0, 1  # drafts

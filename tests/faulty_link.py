@@ -1,4 +1,4 @@
-"""A link that loses, doubles, delays and invents messages: a test tool, and a way to try how a cluster bears it."""
+"""A link that loses, doubles, delays and invents messages."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""One target replica in this process as a backend: serving without Ray, for tests and for a look around."""
+"""One target replica in this process as a backend: serving without Ray."""
 
 from collections.abc import AsyncGenerator
 
