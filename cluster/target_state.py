@@ -22,7 +22,7 @@ SESSION_BITS = 40  # of a session id; the bits above name the replica that minte
 
 @dataclass
 class Counters:
-    """What happened to growth."""
+    """What happened to growth, and on its way."""
 
     grown: int = 0  # nodes grafted
     dropped: int = 0  # growth messages that fitted nothing: late, foreign or nonsense

@@ -22,8 +22,8 @@ LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0  # float32 could n
 MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens of one request
 MAX_BAD_WORDS = 2048
-MAX_BAD_TOKENS = 65_536  # of all bad words together
 MAX_BAD_WORD_TOKENS = 32  # of each: every length that there is takes a lookup of each row
+MAX_BAD_TOKENS = MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
 MAX_STOP_TOKENS = 4096
 MAX_TOKEN_ID = 2**31 - 1  # whatever the vocabulary: token ids are int32 in arrays
 MAX_LOGPROBS = 20
@@ -111,8 +111,6 @@ class SamplingParams:
         require(
             longest <= MAX_BAD_WORD_TOKENS, "bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens each, not {longest}"
         )
-        bad = sum(map(len, self.bad_words))
-        require(bad <= MAX_BAD_TOKENS, "bad_words", f"at most {MAX_BAD_TOKENS} tokens together, not {bad}")
         require(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} of them")
         known = all(0 <= token <= MAX_TOKEN_ID for token in self.stop_token_ids)
         require(known, "stop_token_ids", f"token ids are between 0 and {MAX_TOKEN_ID}")

@@ -452,6 +452,15 @@ assert type(state.counters.grown) is int
 """
 
 
+def test_the_proposer_needs_nothing_that_is_slow_to_import() -> None:
+    """Whatever cluster.linked, which it shares with targets, names."""
+    slow = "print(sorted({'torch', 'transformers', 'ray', 'h2'} & set(sys.modules)))"
+    said = subprocess.run(
+        [sys.executable, "-c", f"import sys, cluster.vllm_proposer; {slow}"], check=True, capture_output=True, text=True
+    )
+    assert said.stdout == "[]\n"
+
+
 def test_without_numba_the_mirror_does_the_same() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True)
 

@@ -121,14 +121,13 @@ def test_all_clients_are_told_that_a_target_failed_although_nothing_can_be_freed
     replica = TargetReplica(target, exact.goodput(), max_batch=2)
     near, far = memory_link()
     replica.add_link(near)
-    broken = monkeypatch.context()
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("the device is lost")
 
-    with broken as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(replica._batch, "leave", fail)
-        Steps(target, patch).at(5, lambda: fail())
+        Steps(target, patch).at(5, fail)
         for stream in submit(replica, case(0.7)[:3].requests):
             assert stream.end().error == "the target failed"
         until(lambda: not replica.alive, "the target ends")
