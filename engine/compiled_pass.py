@@ -17,14 +17,14 @@ import torch
 
 from engine import torch_calls
 from engine.attention import Layout, Longs
-from engine.compiled import compiled, exponential, widened
+from engine.compiled import borrowed, compiled, exponential, widened
 from engine.cpu import BlockedLinear, ByteLinear, HalfLinear, read_in_order
 from engine.fused import FusedLayer, FusedNorm, is_plain_decoder, positions_of
 from engine.kv import KVPool, finite, numbers_of
 from engine.noise import Keys, Loud, make_loud
 from engine.page_attention import attend, consistent, store
 from engine.sampling import NO_KEYS, Best, rank, scaled
-from engine.torch_calls import handle_of, leave, linear, product, release, rounded_product
+from engine.torch_calls import handle_of, leave, linear, product, release, room, rounded_product
 from engine.types import BoolArray, FloatArray, IntArray
 
 _long = partial(compiled, long=True)
@@ -234,7 +234,7 @@ def best_tokens(
     states = np.zeros((max(n, least_rows), every.shape[1]), np.float32)
     for row in range(n):
         states[row] = every[wanted[row]]
-    logits = np.zeros((len(states), weights.vocab_size), np.float32)
+    logits = room(len(states), weights.vocab_size, np.float32)
     if n:
         of_states, of_logits = handle_of(states), handle_of(logits)
         _linear(weights, len(weights.linears) - 1, states, of_states, logits, of_logits)
@@ -267,17 +267,20 @@ def _pass(
         weights.heads,
         2 * weights.cosines.shape[1],
     )
-    x = np.empty((n, weights.embedding.shape[1]), np.float32)
+    hidden, outer = weights.embedding.shape[1], (heads + 2 * kv_heads) * dim
+    x = room(n, hidden, np.float32)
     for row in range(n):
         if not 0 <= tokens[row] < len(weights.embedding):
             raise IndexError("a token is not in the vocabulary")
         if not (0 <= positions[row] < len(weights.cosines) and 0 <= write[row] * dim < data[0, 0, 0].size):
             raise IndexError("a row is at no position or has no slot")
         _widen(weights.embedding[tokens[row]], x[row])
-    normed, added = np.empty_like(x), np.empty_like(x)
-    qkv = np.empty((n, heads + 2 * kv_heads, dim), np.float32)
-    attended = np.zeros((n, heads, dim), np.float32)  # rows that attend nowhere are padding
-    gates, gated = np.empty((n, 2 * inner), np.float32), np.empty((n, inner), np.float32)
+    normed: FloatArray = room(n, hidden, np.float32)
+    added = room(n, hidden, np.float32)
+    qkv = room(n, outer, np.float32).reshape(n, -1, dim)
+    attended = room(n, heads * dim, np.float32).reshape(n, heads, dim)
+    attended[:] = 0  # rows that attend nowhere are padding
+    gates, gated = room(n, 2 * inner, np.float32), room(n, inner, np.float32)
     of_normed, of_added, of_qkv = handle_of(normed), handle_of(added), handle_of(qkv.reshape(n, -1))
     of_attended, of_gates, of_gated = handle_of(attended.reshape(n, -1)), handle_of(gates), handle_of(gated)
     for layer in range(len(weights.norms) // 2):
@@ -285,17 +288,13 @@ def _pass(
         _norm(x, weights.norms[2 * layer], weights.least, normed)
         _linear(weights, 4 * layer, normed, of_normed, qkv.reshape(n, -1), of_qkv)
         _rotate(qkv, heads + kv_heads, positions, weights.cosines, weights.sines)
-        for row in range(n):
-            for kv in range(kv_heads):
-                store(qkv[row, heads + kv], True, write[row], keys[kv].reshape(-1))
-                store(qkv[row, heads + kv_heads + kv], False, write[row], values[kv].reshape(-1))
+        _store(qkv, heads, write, keys, values)
         attend(qkv, keys, values, plan, weights.scale, attended)
         _linear(weights, 4 * layer + 1, attended.reshape(n, -1), of_attended, added, of_added)
         x += added
         _norm(x, weights.norms[2 * layer + 1], weights.least, normed)
         _linear(weights, 4 * layer + 2, normed, of_normed, gates, of_gates)
-        for row in range(n):
-            _gate(gates[row, :inner], gates[row, inner:], gated[row])
+        _gate(gates, gated)
         _linear(weights, 4 * layer + 3, gated, of_gated, added, of_added)
         x += added
     _norm(x, weights.norms[-1], weights.least, normed)
@@ -348,6 +347,7 @@ def _rotate(qkv: FloatArray, heads: int, positions: Longs, cosines: FloatArray, 
     qkv: [rows, heads or more, head_dim], of which the first `heads` are turned.
     """
     half = cosines.shape[1]
+    qkv, cosines, sines = borrowed(qkv), borrowed(cosines), borrowed(sines)
     for row in range(len(qkv)):
         cosine, sine = cosines[positions[row]], sines[positions[row]]
         for head in range(heads):
@@ -359,7 +359,21 @@ def _rotate(qkv: FloatArray, heads: int, positions: Longs, cosines: FloatArray, 
 
 
 @_long
-def _gate(gate: FloatArray, up: FloatArray, out: FloatArray) -> None:
-    """SiLU of one half times the other."""
-    for i in range(len(out)):
-        out[i] = gate[i] * up[i] / (np.float32(1) + exponential(-gate[i]))
+def _store(qkv: FloatArray, heads: int, write: Longs, keys: FloatArray, values: FloatArray) -> None:
+    """Writes rows' keys and values to a layer's pages, [kv_heads, pages, PAGE x head_dim]."""
+    qkv, keys, values = borrowed(qkv), borrowed(keys), borrowed(values)
+    for row in range(len(qkv)):
+        for kv in range(len(keys)):
+            store(qkv[row, heads + kv], True, write[row], keys[kv].reshape(-1))
+            store(qkv[row, heads + len(keys) + kv], False, write[row], values[kv].reshape(-1))
+
+
+@_long
+def _gate(gates: FloatArray, out: FloatArray) -> None:
+    """SiLU of one half of each row times the other."""
+    gates, out = borrowed(gates), borrowed(out)
+    for row in range(len(out)):
+        to = out[row]
+        gate, up = gates[row, : len(to)], gates[row, len(to) :]
+        for i in range(len(to)):
+            to[i] = gate[i] * up[i] / (np.float32(1) + exponential(-gate[i]))

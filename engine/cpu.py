@@ -88,10 +88,10 @@ class BlockedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features], of any dtype, rounded to bfloat16."""
         rows = x.reshape(-1, x.shape[-1]).float().contiguous().numpy()
-        numbers = np.empty((len(rows), len(self.weight)), np.float32)
-        self._multiply(rows, np.uint64(self.blocks.data_ptr()), numbers)
+        out = torch.empty(len(rows), len(self.weight))
+        self._multiply(rows, np.uint64(self.blocks.data_ptr()), out.numpy())
         torch_calls.leave()
-        out = torch.from_numpy(numbers).view(*x.shape[:-1], -1)
+        out = out.view(*x.shape[:-1], -1)
         return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
 
     def _multiply(self, rows: FloatArray, blocks: np.uint64, out: FloatArray) -> None:

@@ -16,7 +16,7 @@ from engine.attention import Longs
 from engine.compiled import borrowed, compiled, exponential, put, read_ahead
 from engine.kv import PAGE
 from engine.page_plan import Planned, read_plan
-from engine.torch_calls import ROWS, leave, multiply
+from engine.torch_calls import ROWS, leave, multiply, room
 from engine.types import FloatArray, IntArray
 
 _long = partial(compiled, long=True)
@@ -96,13 +96,15 @@ def attend(
     sets the processor up anew, and values are on their way while weights are computed.
     """
     (rows, heads, dim), kv_heads = out.shape, len(keys)
-    queries = np.empty((kv_heads, rows * heads // kv_heads, dim), keys.dtype)
-    answers = np.zeros(queries.shape, np.float32)
+    each = rows * heads // kv_heads  # queries of a KV head
+    queries = room(kv_heads, each * dim, keys.dtype).reshape(kv_heads, each, dim)
+    answers = room(kv_heads, each * dim, np.float32).reshape(kv_heads, each, dim)
+    answers[:] = 0
     _by_kv_heads(qkv, heads, queries)
     at, kv, start = 0, 0, 0
     while at < len(plan):
         parts, size, at, kv, start = _next_parts(plan, at, kv, start, kv_heads, heads // kv_heads)
-        scores, weights = np.empty(size, np.float32), np.empty(size, keys.dtype)
+        scores, weights = room(1, size, np.float32)[0], room(1, size, keys.dtype)[0]
         for i in range(len(parts)):
             _score(queries, keys, _part(plan, parts[i], heads // kv_heads), scores)
         for i in range(len(parts)):

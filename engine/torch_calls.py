@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.compiled import COMPILES, compiled, put
+from engine.compiled import COMPILES, borrowed, compiled, put
 from engine.types import FloatArray
 
 _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -28,7 +28,8 @@ _WORD = 8  # bytes
 _NO_SIGN = np.int32(0x7FFFFFFF)  # the other bits of a float32
 MIDDLE = 128  # the level of an input that is 0: kernels take inputs without a sign
 # Of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed.
-ROWS = 32
+ROWS, _MANY = 32, 128
+_FEW = 192  # rows, up to which pages are used where they lie: reading ahead then goes on beside arithmetic
 # A weight lies in memory as lines, each of some outputs times a unit of inputs: two of bfloat16 or four of 8 bits.
 # NARROW: some outputs with all inputs come after others, the fastest from caches. WIDE: a line is a page of PAGE_BYTES, and
 # a product goes through _UNITS pages at once: processors read ahead in each, in about so many, and get more from memory that
@@ -37,6 +38,10 @@ NARROW, WIDE = 32, 1024
 _UNITS = 32
 _UNIT_BYTES = 4
 PAGE_BYTES = _UNIT_BYTES * WIDE
+_PANEL = 64  # outputs whose weights lie side by side for many rows
+_NEAR = 1 << 19  # bytes of weights that are brought near at a time: a part of a core's second cache
+_LINE_BYTES = 64  # of a cache
+_SMALL = 1 << 13  # numbers of an array: finding a line costs as much as it gains
 _long = partial(compiled, long=True)
 
 
@@ -73,6 +78,7 @@ if COMPILES:
     _wide = _function(f"{_BRGEMM}PKfS3_Pfb", *_sizes, returns=types.void)
     _bytes = _function(f"{_BRGEMM}PKhPKaPib", *_sizes, returns=types.void)
     _leave = _function("_ZN2at6native7cpublas14brgemm_releaseEb", types.boolean, returns=types.void)
+    _copy = _function("memcpy", _N, _N, _N, returns=_N)
 
 
 @cache
@@ -121,6 +127,21 @@ def release_all(handles: Sequence[int]) -> None:
 
 
 # numba frees an array behind its last use, a look at its address too: so arrays are made by who calls what takes addresses.
+
+
+@_long
+def room(rows: int, columns: int, kind: Any) -> Any:
+    """An array [rows, columns], nothing written to it, that begins with a line of the caches if it is not small.
+
+    Kernels read and write 64 bytes at a time: of two lines each, products of many rows take up to twice as long.
+    """
+    size = rows * columns
+    if size < _SMALL:
+        return np.empty((rows, columns), kind)
+    wide = np.empty(size + _LINE_BYTES, kind)
+    first = np.int64(wide.ctypes.data) % _LINE_BYTES
+    first = (_LINE_BYTES - first) % _LINE_BYTES // wide.itemsize
+    return wide[first : first + size].reshape(rows, columns)
 
 
 @_long
@@ -186,13 +207,21 @@ def product(x: FloatArray, blocks: np.uint64, line: int, out: FloatArray) -> Non
     """A linear layer in bfloat16 with sums in float32 (engine.cpu.BlockedLinear), without its bias, on one thread.
 
     x: [rows, in_features], rounded here; blocks: the address of its weight's, and line: as in blocks_of; out:
-    [rows, out_features]. `leave` follows a thread's last product.
+    [rows, out_features], best a `room`. `leave` follows a thread's last product.
     """
-    rounded: Any = np.empty(x.shape, np.uint16)
-    for row in range(len(x)):
-        for i in range(x.shape[1]):
-            put(rounded[row], i, x[row, i])
+    rounded = room(len(x), x.shape[1], np.uint16)
+    _round(x, rounded)
     _product(rounded, blocks, line, out)
+
+
+@_long
+def _round(x: FloatArray, out: Any) -> None:
+    """Rows of float32, as bfloat16."""
+    x, out = borrowed(x), borrowed(out)
+    for row in range(len(x)):
+        numbers, to = x[row], out[row]
+        for i in range(len(to)):
+            put(to, i, numbers[i])
 
 
 @partial(_long, exact=True)  # called by itself and from within a pass
@@ -203,7 +232,7 @@ def rounded_product(
 
     scales: float32, what a level of an output's weights is; middles: int32, what the middle of all inputs adds to it.
     """
-    levels, factors = np.empty(x.shape, np.uint8), np.empty(len(x), np.float32)
+    levels, factors = room(len(x), x.shape[1], np.uint8), np.empty(len(x), np.float32)
     # Without their sign, numbers are in the order of their bits, whose largest compilers find with vectors.
     bits: Any = x.view(np.int32)
     for row in range(len(x)):
@@ -214,7 +243,7 @@ def rounded_product(
         factors[row], many = largest / np.float32(127), np.float32(127) / largest
         for i in range(len(numbers)):
             rounded[i] = np.int32(numbers[i] * many + np.float32(MIDDLE + 0.5))
-    sums: Any = np.empty(out.shape, np.int32)
+    sums = room(len(x), out.shape[1], np.int32)
     _product(levels, blocks, line, sums)
     for row in range(len(x)):
         factor, added, numbers = factors[row], sums[row], out[row]
@@ -224,6 +253,18 @@ def rounded_product(
 
 @_long
 def _product(x: Any, blocks: np.uint64, line: int, out: Any) -> None:
+    """x: [rows, in_features], rounded; out: [rows, out_features], float32 or int32."""
+    units = x.shape[1] * x.itemsize // _UNIT_BYTES
+    if len(x) <= (ROWS if line == NARROW else _FEW):
+        _few_rows(x, blocks, line, out)
+    else:
+        some = min(_near_outputs(units), out.shape[1] + _PANEL) if line == WIDE else 0
+        _many_rows(x, blocks, line, room(some, units, np.uint32), out)
+
+
+@_long
+def _few_rows(x: Any, blocks: np.uint64, line: int, out: Any) -> None:
+    """Weights are read once, in the order in which they lie."""
     (rows, inputs), outputs = x.shape, out.shape[1]
     at, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
     unit = _UNIT_BYTES // x.itemsize
@@ -237,12 +278,80 @@ def _product(x: Any, blocks: np.uint64, line: int, out: Any) -> None:
             for row in range(0, rows, ROWS):
                 some, result = min(ROWS, rows - row), to + (row * outputs + output) * 4
                 given = at + (row * inputs + first) * x.itemsize
-                if x.itemsize == 2:
-                    multiply(given, inputs, some, some_inputs, block, line, width, first > 0, result, outputs, True)
-                else:
-                    _bytes(some, width, some_inputs, inputs, line, outputs, first > 0, given, block, result, True)
+                _block(given, inputs, some, some_inputs, block, line, width, first > 0, result, outputs, x.itemsize)
             output, place = output + width, place + width
         place += -outputs % NARROW
+
+
+@_long
+def _near_outputs(units: int) -> int:
+    """Outputs whose weights are brought near at a time: whole panels."""
+    return max(1, _NEAR // (_PANEL * units * _UNIT_BYTES)) * _PANEL
+
+
+@_long
+def _many_rows(x: Any, blocks: np.uint64, line: int, near: Any, out: Any) -> None:
+    """Weights are read for _MANY rows at a time, all inputs of some outputs one after the other; near: room for them."""
+    outputs = out.shape[1]
+    if line == NARROW:
+        _panels(x, np.int64(blocks), NARROW, 0, outputs, out)
+    else:
+        some = _near_outputs(near.shape[1])
+        for first in range(0, outputs, some):
+            stop = min(first + some, outputs)
+            _bring_near(blocks, outputs, first, stop, near)
+            _panels(x, np.int64(near.ctypes.data), _PANEL, first, stop, out)
+
+
+@_long
+def _bring_near(blocks: np.uint64, outputs: int, first: int, stop: int, near: Any) -> None:
+    """Copies the weights of outputs first..stop from pages to panels [panels, units, _PANEL] in `near`."""
+    source, to, units = np.int64(blocks), np.int64(near.ctypes.data), near.shape[1]
+    padded = outputs + -outputs % NARROW
+    for block in range(0, units, _UNITS):
+        for unit in range(block, min(block + _UNITS, units)):
+            output = first
+            while output < stop:
+                place, into = block // _UNITS * padded + output, (output - first) % _PANEL
+                width = min(_PANEL - into, stop - output, WIDE - place % WIDE)
+                at = source + (place // WIDE * _UNITS + unit - block) * PAGE_BYTES + place % WIDE * _UNIT_BYTES
+                panel = to + (((output - first) // _PANEL * units + unit) * _PANEL + into) * _UNIT_BYTES
+                _copy(panel, at, width * _UNIT_BYTES)
+                output += width
+
+
+@_long
+def _panels(x: Any, panels: Any, panel: int, first: int, stop: int, out: Any) -> None:
+    """Outputs first..stop, of all inputs; panels: the address of their weights, [panels, units, so many outputs each]."""
+    (rows, inputs), outputs = x.shape, out.shape[1]
+    at, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+    for row in range(0, rows, _MANY):
+        some, given = min(_MANY, rows - row), at + row * inputs * x.itemsize
+        for output in range(first, stop, panel):
+            block, result = panels + (output - first) * inputs * x.itemsize, to + (row * outputs + output) * 4
+            width = min(panel, stop - output)
+            _block(given, inputs, some, inputs, block, panel, width, False, result, outputs, x.itemsize)
+
+
+@_long
+def _block(
+    x: int,
+    x_row: int,
+    rows: int,
+    inputs: int,
+    block: int,
+    line: int,
+    outputs: int,
+    add: bool,
+    out: int,
+    out_row: int,
+    size: int,
+) -> None:
+    """As `multiply`; size: of an input in bytes, 2 of bfloat16, 1 of levels without a sign."""
+    if size == 2:
+        multiply(x, x_row, rows, inputs, block, line, outputs, add, out, out_row, True)
+    else:
+        _bytes(rows, outputs, inputs, x_row, line, out_row, add, x, block, out, True)
 
 
 @_long

@@ -80,7 +80,7 @@ def test_at_a_fixed_number_of_rows_neither_place_nor_neighbours_change_a_bit() -
 
 
 @needs_bf16
-@pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (384, 1024), (97, 34), (70, 4096)])
+@pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (384, 1024), (97, 34), (1100, 96), (70, 4096)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("cached", [0, 10**9])
 def test_a_layer_in_bfloat16_rounds_its_input_alone(
@@ -91,18 +91,18 @@ def test_a_layer_in_bfloat16_rounds_its_input_alone(
     layer = make_linear(given, bias)
     assert isinstance(layer, BlockedLinear)
     read_in_order([layer], layer.weight.nbytes)
-    x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(2))
+    x = torch.randn(210, shape[1], generator=torch.Generator().manual_seed(2))
     whole = layer(x)
     expected = F.linear(x.bfloat16().double(), given.double(), None if bias is None else bias.double())
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
-    for rows in (1, 2, 5, 32, 33, 64):
+    for rows in (1, 2, 5, 32, 33, 64, 130, 192, 193):
         assert torch.equal(layer(x[:rows]), whole[:rows])
-    assert torch.equal(layer(x.view(7, 10, -1)).view(70, -1), whole)
+    assert torch.equal(layer(x.view(7, 30, -1)).view(210, -1), whole)
     assert torch.equal(layer(x.bfloat16()), whole.bfloat16())
 
 
 @needs_bytes
-@pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (384, 1024), (97, 36), (70, 4096)])
+@pytest.mark.parametrize("shape", [(640, 384), (2048, 384), (384, 1024), (97, 36), (1100, 96), (70, 4096)])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("cached", [0, 10**9])
 def test_a_layer_of_bytes_rounds_its_weights_and_inputs_alone(
@@ -115,18 +115,18 @@ def test_a_layer_of_bytes_rounds_its_weights_and_inputs_alone(
     assert type(layer) is ByteLinear
     read_in_order([layer], layer.blocks.nbytes)
     generator = torch.Generator().manual_seed(2)
-    x = torch.randint(-127, 128, (70, shape[1]), generator=generator) / 16
+    x = torch.randint(-127, 128, (210, shape[1]), generator=generator) / 16
     x[:, 7], x[5] = 127 / 16, 0  # so that they are levels already
     whole = layer(x)
     scales = given.float().abs().amax(1).clamp_min(1e-12) / 127
     rounded = (given / scales[:, None]).round().double() * scales[:, None]
     torch.testing.assert_close(whole.double(), F.linear(x.double(), rounded, None if bias is None else bias.double()))
-    x = torch.randn(70, shape[1], generator=generator)
+    x = torch.randn(210, shape[1], generator=generator)
     whole, exact = layer(x), F.linear(x, given.float(), None if bias is None else bias.float())
     assert 0 < (whole - exact).norm() < 0.02 * exact.norm()
-    for rows in (1, 2, 5, 32, 33, 64):
+    for rows in (1, 2, 5, 32, 33, 64, 130, 192, 193):
         assert torch.equal(layer(x[:rows]), whole[:rows])
-    assert torch.equal(layer(x.view(7, 10, -1)).view(70, -1), whole)
+    assert torch.equal(layer(x.view(7, 30, -1)).view(210, -1), whole)
 
 
 @needs_bytes
