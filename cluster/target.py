@@ -52,7 +52,7 @@ class TargetReplica:
         flush_s: float = 0.0,
         lookup: int = 0,
         prefill_tokens: int = 128,
-        on_step: Callable[[int, float], None] | None = None,
+        on_step: Callable[[int, float, int], None] | None = None,
         local: LocalDrafter | None = None,
         named: NamedWindows | None = None,
         shared: LocalDrafter | None = None,
@@ -67,7 +67,7 @@ class TargetReplica:
 
         prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode; where these are
         the fewer, up to four times as many.
-        on_step(rows, milliseconds): called after each step, for the cost model.
+        on_step(rows, milliseconds, sequences): called after each step that does nothing but decode, for the cost model.
         local: a drafter of the target's own, which nobody else may use; it runs between two steps.
         shared: the draft in the target's process, for "shared" among the places.
         places: where drafts may run; of several, the one with which it is fastest, as it measures by turns.
@@ -326,7 +326,7 @@ class TargetReplica:
         self.trace.add("target step", started, rows)
         self._tally.step(plans, outcomes, forward_s)
         if self._on_step is not None and outcomes and all(outcome.decoded for outcome in outcomes):
-            self._on_step(rows, 1000 * forward_s)
+            self._on_step(rows, 1000 * forward_s, len(plans))
 
     def _learn(self, plans: list[Plan], outcomes: list[Outcome], step_s: float, waited_s: float) -> None:
         """What a step brought and how long it took says how long the next miss may wait, and where drafts are best."""

@@ -24,7 +24,9 @@ from engine.types import Growth, KVHandle, SamplingParams
 from engine.verify import walk
 
 # The first pass of any other number makes kernels, which the cost model would take for its cost.
-_WARM_ROWS = (*range(1, 18), 20, 24, 32)
+_WARM_ROWS = (*range(1, 18), 20, 24, 32, 64, 128)
+_WARM_PREFIX = 128  # tokens that each sequence has, whatever they are
+_WARM_SEQUENCES = 16
 
 
 def warm_up(
@@ -48,22 +50,32 @@ def warm_up(
     if runner.pool.data.is_cpu:
         use_huge_pages()
     runner.record(count)
-    lease = runner.pool.lease(256)
+    lease = runner.pool.lease(_WARM_PREFIX + max(_WARM_ROWS))
+    leases = [lease]
     try:
         runner.forward([chain_rows(lease, start, [0]) for start in (64, 128)])  # several sequences go another way
         runner.pool.move(lease.slots[:1].tolist(), lease.slots[1:2].tolist())
-        times: dict[int, list[float]] = {rows: [] for rows in _WARM_ROWS}
+        batches = {rows: [chain_rows(lease, _WARM_PREFIX, [0] * rows, 0)] for rows in _WARM_ROWS}
+        each = _WARM_PREFIX + 1
+        while len(leases) < _WARM_SEQUENCES and runner.pool.free_tokens >= each + runner.pool.page_size:
+            leases.append(runner.pool.lease(each))
+        together = [chain_rows(other, _WARM_PREFIX, [0]) for other in leases]
+        times: dict[int, list[float]] = {rows: [] for rows in (*batches, 0)}  # 0: of all sequences together
         for _ in range(repeats):  # a machine that is slower for a while is so for all of them
-            for rows in _WARM_ROWS:
-                batch, params = [chain_rows(lease, 128, [0] * rows, 0)], [SamplingParams()] * rows
+            for rows, batch in [*batches.items(), (0, together)]:
+                params = [SamplingParams()] * (rows or len(batch))
                 started = clock()
                 runner.best(batch, params, None, 1)
                 times[rows].append(clock() - started)
         if cost is not None:
-            for rows in _WARM_ROWS:
-                cost.start(rows, 1000 * sorted(times[rows])[repeats // 2])
+            middle = {rows: 1000 * sorted(taken)[repeats // 2] for rows, taken in times.items()}
+            for rows in batches:
+                cost.start(rows, middle[rows])
+            if len(together) > 1:
+                cost.start_further(len(together), middle[0])
     finally:
-        runner.pool.release(lease)
+        for each_lease in leases:
+            runner.pool.release(each_lease)
 
 
 def warm_up_loops() -> None:

@@ -32,6 +32,9 @@ _ENOUGH_NEWS = 16  # observations, each of which changes little, before the tabl
 _TRUSTED = 100  # observations; more don't make a time surer
 _LEARN = 0.05  # weight of the newest step
 _NEW = 10.0  # observations of a size that say as much of it as of all others
+_APART, _NEIGHBOURS = 32, 8  # up to so many rows, each number is a size of its own; beyond, some are one
+_LEAST_FURTHER = 0.01  # of a step: what further sequences add to it at least, so that there is something to learn from
+_EACH = 3  # draft tokens of each sequence in a step, where there are many
 _MEMORY = 2000.0  # trials per cell that are remembered
 _NOTHING = np.zeros(0, np.int32)  # no nodes
 _NO_REACH = np.zeros(0, np.float32)
@@ -102,6 +105,7 @@ class CostModel:
 
     Each size costs its first measurement, times what all steps lately cost over theirs, times what is its own: where a
     machine becomes slower, it is slower at all sizes at once, and those seen rarely stay comparable with the others.
+    Each sequence but the first adds to that, whatever it verifies: its keys and values are read once for all its rows.
     """
 
     def __init__(self, bucket: Callable[[int], int] = lambda rows: rows) -> None:
@@ -110,37 +114,47 @@ class CostModel:
         self._first: dict[int, float] = {}
         self._own: dict[int, float] = {}  # of a size, over what all have in common
         self._common = 1.0
+        self._further = 0.0  # milliseconds of each further sequence, but for what all have in common
         self._count: dict[int, int] = {}  # of observations
         self._called: list[int] = []  # the bucket of 0, 1, 2... rows
         self._table: FloatArray | None = None
         self._news = 0  # observations that the table doesn't know of
 
     def start(self, rows: int, milliseconds: float) -> None:
-        """A first measurement."""
+        """A first measurement, of one sequence."""
         self._first[rows] = milliseconds
         self._table = None
+
+    def start_further(self, sequences: int, milliseconds: float) -> None:
+        """What a row of each of so many sequences takes, two or more; that of one sequence's rows is known."""
+        alone_ms = float(self.table(sequences)[sequences])
+        self._further = max(milliseconds - alone_ms, _LEAST_FURTHER * alone_ms) / (sequences - 1)
 
     def again(self) -> "CostModel":
         """Another with the same first measurements."""
         other = CostModel(self._bucket)
-        other._first = dict(self._first)
+        other._first, other._further = dict(self._first), self._further
         return other
 
-    def observe(self, rows: int, milliseconds: float) -> None:
+    def observe(self, rows: int, milliseconds: float, sequences: int = 1) -> None:
         """Learns from one step, slowly: a single slow step is noise."""
         if milliseconds <= 0:
             return  # a clock that stands still says nothing
         rows = self._bucket(rows)
+        rows = rows if rows <= _APART else round(rows / _NEIGHBOURS) * _NEIGHBOURS
+        further = self._further * (sequences - 1)
         if rows not in self._first:
-            self._first[rows] = self._plausible(rows, milliseconds) / self._common
-        first = self._first[rows]
+            self._first[rows] = self._plausible(rows, milliseconds - self._common * further) / self._common
         own = self._own.get(rows, 1.0)
-        believed = first * own * self._common
-        off = near(milliseconds, believed) / believed - 1
+        of_rows = self._first[rows] * own
+        believed = (of_rows + further) * self._common
+        off = _LEARN * (near(milliseconds, believed) / believed - 1)
         self._count[rows] = count = min(self._count.get(rows, 0) + 1, _TRUSTED)
         share = min(0.5, _NEW / count)  # what is its own is known once it was seen often: what changes then is common
-        self._common *= 1 + _LEARN * (1 - share) * off
-        self._own[rows] = own * (1 + _LEARN * share * off)
+        part = of_rows / (of_rows + further)
+        self._common *= 1 + part * (1 - share) * off
+        self._own[rows] = own * (1 + part * share * off)
+        self._further *= 1 + (1 - part) * off
         self._news += 1
         if self._news >= _ENOUGH_NEWS or self._count[rows] < _ENOUGH_NEWS:
             self._table, self._news = None, 0
@@ -152,11 +166,23 @@ class CostModel:
         """
         if not self._first:
             return milliseconds
-        known = float(self.table(rows)[rows])
-        return near(milliseconds, known) if rows < max(self._first) else min(milliseconds, known * _REACH)
+        known, largest = float(self.table(rows)[rows]), max(self._first)
+        if rows < largest:
+            return near(milliseconds, known)
+        return min(max(milliseconds, float(self.table(largest)[largest])), known * _REACH)
+
+    def milliseconds(self, rows: int, sequences: int) -> float:
+        """Of a step of so many rows, of so many sequences together."""
+        return float(self.verifying(sequences, rows - sequences)[-1])
+
+    def verifying(self, sequences: int, nodes: int) -> FloatArray:
+        """Milliseconds of steps of so many sequences that verify 0..nodes draft tokens, float32 [nodes + 1]."""
+        of_rows = self.table(sequences + nodes)[sequences:]
+        further = self._common * self._further * (sequences - 1)
+        return of_rows + np.float32(further) if further > 0 else of_rows
 
     def table(self, rows: int) -> FloatArray:
-        """Milliseconds for 0..rows rows, never falling; ones before anything was seen. float32 [rows + 1]."""
+        """Milliseconds for 0..rows rows of one sequence, never falling; ones before anything was seen. [rows + 1]."""
         if self._table is None or len(self._table) <= rows:
             self._table = self._interpolate(max(rows, 2 * MAX_WINDOW))
         return self._table[: rows + 1]
@@ -235,7 +261,8 @@ class Window(Protocol):
 class GoodputWindow:
     """Takes nodes, the most probable first over all sequences, while expected tokens per second rise.
 
-    overhead_ms: time between steps, paid whatever the window is. max_nodes: per step, over all sequences.
+    overhead_ms: time between steps, paid whatever the window is. max_nodes: per step, over all sequences; where these are
+    many, _EACH for each.
     """
 
     calibration: Calibration
@@ -258,8 +285,8 @@ class GoodputWindow:
         reach = [self.calibration.paths(tree) for tree in trees]
         alone = len(trees) == 1  # what puts trees together takes its time for one, too
         everything = reach[0][1:] if alone else np.concatenate([_NO_REACH, *(part[1:] for part in reach)])
-        order = top(everything, min(self.max_nodes, MAX_WINDOW) if alone else self.max_nodes)
-        milliseconds = self.cost.table(len(trees) + len(order))[len(trees) :]
+        order = top(everything, min(self.max_nodes, MAX_WINDOW) if alone else self.most(len(trees)))
+        milliseconds = self.cost.verifying(len(trees), len(order))
         chosen, accepted = self._best(everything[order], milliseconds, len(trees))
         self._idle = 0 if chosen else self._idle + (len(everything) > 0)
         if chosen == 0 and self._idle % _PROBE_EVERY == 0 and len(everything):
@@ -275,11 +302,16 @@ class GoodputWindow:
             for tree, count, part in zip(trees, counts, reach, strict=True)
         ]
 
+    def most(self, sequences: int) -> int:
+        """Draft tokens that a step of so many sequences verifies, at most."""
+        return max(self.max_nodes, _EACH * sequences)
+
     def least(self, sequences: int) -> float:
         """How probable a node has to be for its row to pay, in a step of so many sequences that verifies nothing else."""
-        milliseconds = self.cost.table(sequences + self.max_nodes)
-        alone_ms, full_ms = float(milliseconds[sequences]), float(milliseconds[-1])
-        return sequences * (full_ms - alone_ms) / (self.max_nodes * (alone_ms + self.overhead_ms))
+        most = self.most(sequences)
+        milliseconds = self.cost.verifying(sequences, most)
+        alone_ms, full_ms = float(milliseconds[0]), float(milliseconds[-1])
+        return sequences * (full_ms - alone_ms) / (most * (alone_ms + self.overhead_ms))
 
     def _best(self, reach: FloatArray, milliseconds: FloatArray, sequences: int) -> tuple[int, float]:
         """How many nodes to take, and the accepted ones to expect; see _best_count."""

@@ -112,8 +112,8 @@ class EffortWindow(GoodputWindow):
             count += len(found)
         at_all = np.concatenate(starts)
         self._reached_now = float(at_all.sum())
-        milliseconds = self.cost.table(len(trees) + self.max_nodes)[len(trees) :]
-        share, most, done = np.float32(self.share), self.max_nodes, self._draft_steps
+        most, done = self.most(len(trees)), self._draft_steps
+        share, milliseconds = np.float32(self.share), self.cost.verifying(len(trees), most)
         all_known, all_below = np.concatenate(known), np.concatenate(below)
         gain = gain_of(all_known, at_all, all_below, share, milliseconds, self._costs(0), most, done)
         looks = len(at_all) > 0 and self._draft_steps == 0 and self._looks_again()
@@ -144,7 +144,7 @@ class EffortWindow(GoodputWindow):
         return Stakes(
             trials,
             hits,
-            self.cost.table(1 + self.max_nodes)[1:],
+            self.cost.verifying(1, self.max_nodes),
             self._costs(behind),
             self._covered,
             self._reached,
@@ -169,12 +169,12 @@ class EffortWindow(GoodputWindow):
         """No draft step follows: the target's step begins."""
         self._mark = self._clock()
 
-    def stepped(self, rows: int, tokens: int) -> None:
-        """It ended and did nothing but decode; it had so many rows and committed so many tokens."""
+    def stepped(self, rows: int, tokens: int, sequences: int = 1) -> None:
+        """It ended and did nothing but decode; it had so many rows, of so many sequences, and committed so many tokens."""
         now = self._clock()
         took_ms = 1000 * (now - self._mark)
-        self.cost.observe(rows, took_ms)
-        target_ms = float(self.cost.table(rows)[rows])
+        self.cost.observe(rows, took_ms, sequences)
+        target_ms = self.cost.milliseconds(rows, sequences)
         between_ms = 1000 * (now - self._ended) - took_ms - self._drafted_ms if self._ended is not None else target_ms
         if between_ms < target_ms:  # else there was something else to do, or nothing at all
             self._between_ms += RECENT * (between_ms - self._between_ms)
@@ -193,7 +193,7 @@ class EffortWindow(GoodputWindow):
         draft steps before it.
         """
         if outcomes and all(outcome.decoded for outcome in outcomes):
-            self.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes))
+            self.stepped(rows_of(plans), sum(len(outcome.tokens) for outcome in outcomes), len(plans))
         else:
             self._begin(None)
 

@@ -158,7 +158,7 @@ class Bandit:
         if not any(len(chain) for chain in chains):
             return chains
         rows = sum(1 + np.minimum(len(chain), self._lengths) for chain in chains)  # of a step with each length
-        milliseconds = self._cost.table(int(rows.max()))[rows]
+        milliseconds = self._cost.verifying(len(chains), int(rows.max()) - len(chains))[rows - len(chains)]
         tokens = len(chains) + sum(len(chain) > 0 for chain in chains) * self._hoped()
         self._chosen = int(self._lengths[np.argmax(tokens / milliseconds)])
         if self._chosen == 0:

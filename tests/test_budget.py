@@ -327,8 +327,57 @@ def test_goodput_never_takes_more_than_it_may(confidence: float, count: int) -> 
 
 def test_goodput_shares_the_window_by_probability() -> None:
     window = GoodputWindow(Calibration(), costs(FREE), max_nodes=4)
-    chosen = window.choose([star(0.9, 0.1), star(0.8, 0.7, 0.6)])
-    assert [picked.tolist() for picked in chosen] == [[1], [1, 2, 3]]
+    chosen = window.choose([star(0.9, 0.1, 0.1), star(0.8, 0.7, 0.6, 0.5, 0.4, 0.1)])
+    assert [picked.tolist() for picked in chosen] == [[1], [1, 2, 3, 4, 5]]
+
+
+def test_goodput_takes_three_of_each_of_many() -> None:
+    window = GoodputWindow(Calibration(), costs(FREE), max_nodes=4)
+    chosen = window.choose([star(*[0.5] * 8) for _ in range(20)])
+    assert sum(len(picked) for picked in chosen) == window.most(20) == 60
+
+
+def with_further(rows_ms: float, further_ms: float) -> CostModel:
+    """A step of 5 ms, which each row and each further sequence add so much to."""
+    model = costs({rows: 5 + rows_ms * rows for rows in (1, 16, 32)})
+    model.start_further(16, 5 + rows_ms * 16 + further_ms * 15)
+    return model
+
+
+def test_each_further_sequence_takes_what_was_measured() -> None:
+    model = with_further(0.1, 0.3)
+    assert model.verifying(1, 8) == pytest.approx(model.table(9)[1:])
+    assert model.verifying(10, 4) == pytest.approx([5 + 0.1 * rows + 0.3 * 9 for rows in range(10, 15)])
+    assert model.milliseconds(14, 10) == pytest.approx(5 + 1.4 + 2.7)
+    assert model.again().milliseconds(14, 10) == model.milliseconds(14, 10)
+
+
+def test_what_each_sequence_takes_is_learned_apart_from_its_rows() -> None:
+    """Contexts become longer: many sequences take longer, one of them hardly does, and a further row still takes as long."""
+    model = with_further(0.1, 0.2)
+    for step in range(600):
+        rows = 64 + 16 * (step % 5)
+        model.observe(rows, 5 + 0.1 * rows + 0.4 * 63, 64)
+        model.observe(4, 5.4)
+    for rows in (64, 96, 128):
+        assert model.milliseconds(rows, 64) == pytest.approx(5 + 0.1 * rows + 0.4 * 63, rel=0.03)
+    assert model.milliseconds(4, 1) == pytest.approx(5.4, rel=0.03)
+    assert model.milliseconds(128, 64) - model.milliseconds(64, 64) == pytest.approx(6.4, rel=0.25)
+
+
+def test_goodput_verifies_where_sequences_are_dear_and_rows_are_not() -> None:
+    """A step of 64 sequences takes 30 ms and each row of it 0.1: guesses that are right half of the time pay."""
+    window = GoodputWindow(Calibration(), with_further(0.1, 0.3))
+    for _ in range(100):  # nothing else was seen so far
+        window.cost.observe(64, 5 + 6.4 + 18.9, 64)
+    assert sum(len(picked) for picked in window.choose([star(0.5) for _ in range(64)])) == 64
+
+
+def test_a_size_beyond_all_others_takes_no_less_than_those() -> None:
+    """Where sequences were taken to be dearer than they are, nothing would be left for the rows."""
+    model = with_further(0.1, 3.0)
+    model.observe(64, 20.0, 64)
+    assert model.table(64)[64] >= model.table(32)[32]
 
 
 def test_goodput_looks_now_and_then_whether_speculation_pays_again() -> None:

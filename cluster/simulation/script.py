@@ -160,7 +160,7 @@ class ScriptedDrafter:
         pending = {session: held.pending for session, held in self._sessions.items() if held.pending}
         read = to_read(pending, self._growing)
         unfinished = any(count < pending[session] for session, count in read.items())
-        rows = rows_beside(len(read), unfinished, self._growing)
+        rows = rows_beside(len(self._sessions), len(read), unfinished, self._growing)
         trees = {session: held.tree for session, held in self._sessions.items() if held.tree.expanded[ROOT]}
         slots = {
             session: self._growing.max_expanded - int(tree.expanded[ROOT + 1 : tree.size].sum())

@@ -25,7 +25,7 @@ from engine.processors import Processors, make_processors
 from engine.runner import ModelRunner
 from engine.step import end_tokens
 from engine.tree import NO_SLOT, ROOT, Moved, TokenTree
-from engine.tree_loops import worthwhile
+from engine.tree_loops import frontier, worthwhile
 from engine.types import FloatArray, IntArray, InvalidRequest, SamplingParams
 
 
@@ -36,7 +36,9 @@ class Growing:
     Keeping the first few children of every expanded node is free until they are verified, and makes hits likely.
     """
 
-    rows: int = 8  # nodes expanded per draft step, all sessions together
+    rows: int = (
+        8  # nodes expanded per draft step, all sessions together; as many as there are sessions, where these are more
+    )
     each: int = 0  # of them at most one session's; 0: all. Short steps answer a miss sooner
     children: int = 6  # kept of each expanded node
     least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
@@ -63,19 +65,26 @@ def most_valuable(
     """
     if count <= 0:
         return {}
-    found: list[tuple[float, int, int]] = []
+    sessions: list[int] = []
+    nodes: list[IntArray] = []
+    probabilities: list[FloatArray] = []
     most = min(count, growing.each or count)
     for session, tree in trees.items():
         room = (tree.capacity - tree.size) // growing.children
         if room > 0:
-            nodes = tree.frontier(min(most, room, slots[session]), growing.max_depth)
-            found.extend((float(tree.probability[node]), session, node) for node in nodes)
-    found = sorted(found, key=lambda item: -item[0])[:count]
-    worth = worthwhile(np.array([probability for probability, *_ in found], np.float32), growing.node_cost)
+            likeliest = frontier(tree.nodes, tree.size, min(most, room, slots[session]), growing.max_depth)
+            sessions += [session] * len(likeliest)
+            nodes.append(likeliest)
+            probabilities.append(tree.probability[likeliest])
+    if not sessions:
+        return {}
+    all_nodes, every = np.concatenate(nodes), np.concatenate(probabilities)
+    order = np.argsort(-every, kind="stable")[:count]
+    worth = worthwhile(every[order], growing.node_cost)
     picked: dict[int, list[int]] = {}
-    for _, session, node in found[:worth]:
-        picked.setdefault(session, []).append(node)
-    return {session: sorted(nodes) for session, nodes in picked.items()}
+    for at in sorted(order[:worth].tolist()):
+        picked.setdefault(sessions[at], []).append(int(all_nodes[at]))
+    return {session: sorted(some) for session, some in picked.items()}
 
 
 def to_read(pending: Mapping[int, int], growing: Growing) -> dict[int, int]:
@@ -87,10 +96,11 @@ def to_read(pending: Mapping[int, int], growing: Growing) -> dict[int, int]:
     return {session: count for session, count in counts.items() if count}
 
 
-def rows_beside(readers: int, unfinished: bool, growing: Growing) -> int:
-    """Nodes to expand in a step in which so many sessions read; unfinished: some of them will not have read everything."""
-    rows = growing.rows - readers
-    return max(rows, growing.rows // 2) if unfinished else rows  # reading takes many steps: half stays for others
+def rows_beside(sessions: int, readers: int, unfinished: bool, growing: Growing) -> int:
+    """Nodes to expand in a step in which so many of the sessions read; unfinished: some will not have read everything."""
+    most = max(growing.rows, sessions)
+    rows = most - readers
+    return max(rows, most // 2) if unfinished else rows  # reading takes many steps: half stays for others
 
 
 class _Session:
@@ -329,7 +339,9 @@ class ModelDrafter:
             held.computed += len(chunk)
             parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
         unfinished = any(part.held.pending for part in parts)
-        for session, nodes in self._pick(rows_beside(len(parts), unfinished, self._growing)).items():
+        for session, nodes in self._pick(
+            rows_beside(len(self._sessions), len(parts), unfinished, self._growing)
+        ).items():
             held = self._sessions[session]
             batch.append(self._tree_rows(held, nodes))
             parts.append(_Part(session, held, nodes))

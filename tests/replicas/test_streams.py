@@ -136,7 +136,7 @@ def test_a_step_that_ends_a_prompt_is_no_decoding(target: ModelRunner, case: Mak
     part = case(1.0)[:4]
     requests = [replace(request, salt=b"nobody else's") for request in part.requests]  # no prefix is known
     seen: list[int] = []  # rows of the steps that say what rows cost
-    with serving(target, max_batch=1, on_step=lambda rows, milliseconds: seen.append(rows)) as alone:
+    with serving(target, max_batch=1, on_step=lambda rows, milliseconds, sequences: seen.append(rows)) as alone:
         assert outputs(submit(alone, requests)) == part.expected
         assert alone.wait_idle(PATIENCE_S)
         stats = alone.stats()
