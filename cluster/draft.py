@@ -12,6 +12,8 @@ from engine.drafters import Drafter
 from engine.types import Down, Up
 
 _EXPIRE_EVERY_S = 1.0
+# It always finds something to guess, and its guesses only save time: HTTP servers and targets that want its core go first.
+_NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class DraftReplica:
         self._links: dict[int, Link[Up, Down]] = {}  # by stream
         self._steps, self._busy_s, self._started = 0, 0.0, time.monotonic()
         self._next_expiry = self._started + _EXPIRE_EVERY_S
-        self._loop = Loop("paceline-draft", placement or Placement(), _EXPIRE_EVERY_S, self._turn, self._end)
+        placement = placement or Placement()
+        self._loop = Loop("paceline-draft", placement, _EXPIRE_EVERY_S, self._turn, self._end, _NICE)
         self._loop.start()
 
     def add_link(self, link: Link[Up, Down]) -> None:

@@ -27,12 +27,14 @@ class Loop:
         pause_s: float,
         turn: Callable[[], bool],
         end: Callable[[Exception | None], None],
+        nice: int = 0,
     ) -> None:
         """turn: does something and returns True, or returns False; also called after every pause of `pause_s` seconds.
 
         end: called last, on the thread too, with what a turn raised; the loop ends by that or by `stop`.
+        nice: by how much others who want its cores go first, see nice(2).
         """
-        self._placement = placement
+        self._placement, self._nice = placement, nice
         self._pause_s = pause_s
         self._turn, self._end = turn, end
         self._inbox: deque[Callable[[], None]] = deque()
@@ -137,6 +139,7 @@ class Loop:
         failure = None
         try:
             self._placement.apply_to_thread()
+            os.nice(self._nice)  # on Linux, of this thread alone
             self.listen()
             while not self._stopping:  # asked after listening: who stops it sets this, then wakes it
                 self._began = time.monotonic()

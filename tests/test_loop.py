@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -75,6 +76,22 @@ def test_a_loop_that_may_not_run_on_its_cores_ends_and_says_so() -> None:
     loop.stop()
     (failure,) = ended
     assert isinstance(failure, OSError)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has this for single threads")
+def test_a_loop_lets_others_go_first_alone_among_its_process_threads() -> None:
+    def turn() -> bool:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return False
+
+    found: list[int] = []
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    loop = Loop("paceline-test", Placement(), PATIENCE_S, turn, lambda failure: None, nice=3)
+    loop.start()
+    until(lambda: len(found) > 0, "a turn")
+    loop.stop()
+    assert set(found) == {min(before + 3, 19)}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_turn_that_raises_ends_the_loop() -> None:
