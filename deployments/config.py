@@ -198,8 +198,8 @@ class TargetOptions(_Settings):
         31,
         ge=1,
         le=512,
-        description="draft tokens verified per step: of goodput at most so many of all requests together, else of each, "
-        "of chain and tree exactly; 63 of one request at most",
+        description="draft tokens verified per step: of goodput at most so many of all requests together, and three of each "
+        "of many; else of each, of chain and tree exactly; 63 of one request at most",
     )
     lookup: int = Field(
         8, ge=0, le=64, description="tokens looked up after each step, in the text and in earlier outputs; 0: none"
