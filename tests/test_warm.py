@@ -12,8 +12,11 @@ import pytest
 
 from cluster.draft import DraftReplica
 from cluster.grpc_server import DraftServer
+from cluster.warm import warm_up
+from engine.budget import CostModel
 from engine.drafters.model import ModelDrafter
 from engine.runner import ModelRunner
+from tests import exact
 
 pytestmark = pytest.mark.timeout(900)  # where nothing is compiled yet
 TARGETS = [(), ("alone",), ("turns",)]
@@ -66,3 +69,13 @@ def compiled_late(process: Popen[str]) -> list[str]:
     found, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
     return found.split()
+
+
+@pytest.mark.parametrize("kv_tokens", [256, 4096])
+def test_what_further_sequences_take_is_measured_where_there_is_room_for_some(kv_tokens: int) -> None:
+    runner, cost = ModelRunner(exact.DRAFT, kv_tokens=kv_tokens), CostModel()
+    warm_up(runner, cost)
+    assert cost.table(128)[128] > cost.table(1)[1]
+    assert (cost.milliseconds(16, 16) > cost.table(16)[16]) == (kv_tokens > 256)
+    assert runner.pool.used_pages == 0
+    runner.pool.check()
