@@ -65,9 +65,7 @@ class TargetConfig:
     kv_tokens: int = 32768
     max_batch: int = 64
     window: WindowName = "goodput"
-    window_size: int = (
-        31  # draft tokens per step, at most: of each sequence; goodput: of all, and three of each of many
-    )
+    window_size: int = 31  # draft tokens per step, at most, of each sequence; goodput: of all, see there
     lookup: int = 8  # tokens looked up after each step, which drafts can't be faster with; 0: none
     flush_s: float = 0.05  # tokens are handed out at most this often: each chunk goes through Ray
     compile: bool = False  # the model, by torch.compile

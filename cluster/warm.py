@@ -56,9 +56,9 @@ def warm_up(
         runner.forward([chain_rows(lease, start, [0]) for start in (64, 128)])  # several sequences go another way
         runner.pool.move(lease.slots[:1].tolist(), lease.slots[1:2].tolist())
         batches = {rows: [chain_rows(lease, _WARM_PREFIX, [0] * rows, 0)] for rows in _WARM_ROWS}
-        each = _WARM_PREFIX + 1
-        while len(leases) < _WARM_SEQUENCES and runner.pool.free_tokens >= each + runner.pool.page_size:
-            leases.append(runner.pool.lease(each))
+        room = _WARM_PREFIX + runner.pool.page_size  # of one row each, in whole pages
+        while len(leases) < _WARM_SEQUENCES and runner.pool.free_tokens >= room:
+            leases.append(runner.pool.lease(room))
         together = [chain_rows(other, _WARM_PREFIX, [0]) for other in leases]
         times: dict[int, list[float]] = {rows: [] for rows in (*batches, 0)}  # 0: of all sequences together
         for _ in range(repeats):  # a machine that is slower for a while is so for all of them
@@ -74,8 +74,8 @@ def warm_up(
             if len(together) > 1:
                 cost.start_further(len(together), middle[0])
     finally:
-        for each_lease in leases:
-            runner.pool.release(each_lease)
+        for lease in leases:
+            runner.pool.release(lease)
 
 
 def warm_up_loops() -> None:

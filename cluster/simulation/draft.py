@@ -59,7 +59,7 @@ class SimulatedDraft:
             self._send(everything=True)
             self._resting = True
             return
-        rows = max(self._growing.rows, self._sessions.count)
+        rows = self._growing.most(self._sessions.count)
         if self._growing.each:
             rows = min(rows, self._growing.each * len(grown))
         milliseconds = self._costs.draft_ms(max(rows, len(grown)))

@@ -36,9 +36,7 @@ class Growing:
     Keeping the first few children of every expanded node is free until they are verified, and makes hits likely.
     """
 
-    rows: int = (
-        8  # nodes expanded per draft step, all sessions together; as many as there are sessions, where these are more
-    )
+    rows: int = 8  # nodes expanded per draft step, all sessions together; where there are more sessions, one for each
     each: int = 0  # of them at most one session's; 0: all. Short steps answer a miss sooner
     children: int = 6  # kept of each expanded node
     least: float = 0.0  # confidence; children with less are not kept, but the likeliest always is
@@ -53,6 +51,10 @@ class Growing:
     shared: int = 0  # tokens of earlier outputs that are kept, for lookups in other sessions too
     node_cost: float = 0.0  # what a further node adds to a draft step's time, of a step with one: how many are worth it
     overrule: bool = False  # what others hung into a tree gets the model's own confidence once that is known
+
+    def most(self, sessions: int) -> int:
+        """Nodes expanded in a step of so many sessions."""
+        return max(self.rows, sessions)
 
 
 def most_valuable(
@@ -98,7 +100,7 @@ def to_read(pending: Mapping[int, int], growing: Growing) -> dict[int, int]:
 
 def rows_beside(sessions: int, readers: int, unfinished: bool, growing: Growing) -> int:
     """Nodes to expand in a step in which so many of the sessions read; unfinished: some will not have read everything."""
-    most = max(growing.rows, sessions)
+    most = growing.most(sessions)
     rows = most - readers
     return max(rows, most // 2) if unfinished else rows  # reading takes many steps: half stays for others
 
@@ -339,9 +341,8 @@ class ModelDrafter:
             held.computed += len(chunk)
             parts.append(_Part(session, held, [-1 if held.pending else ROOT]))
         unfinished = any(part.held.pending for part in parts)
-        for session, nodes in self._pick(
-            rows_beside(len(self._sessions), len(parts), unfinished, self._growing)
-        ).items():
+        rows = rows_beside(len(self._sessions), len(parts), unfinished, self._growing)
+        for session, nodes in self._pick(rows).items():
             held = self._sessions[session]
             batch.append(self._tree_rows(held, nodes))
             parts.append(_Part(session, held, nodes))
