@@ -277,6 +277,7 @@ def _pass(
         _widen(weights.embedding[tokens[row]], x[row])
     normed: FloatArray = room(n, hidden, np.float32)
     added = room(n, hidden, np.float32)
+    added[:] = 0
     qkv = room(n, outer, np.float32).reshape(n, -1, dim)
     attended = room(n, heads * dim, np.float32).reshape(n, heads, dim)
     attended[:] = 0  # rows that attend nowhere are padding
@@ -285,19 +286,17 @@ def _pass(
     of_attended, of_gates, of_gated = handle_of(attended.reshape(n, -1)), handle_of(gates), handle_of(gated)
     for layer in range(len(weights.norms) // 2):
         keys, values = data[layer, 0], data[layer, 1]  # unpacked, compilers would not know that rows are contiguous
-        _norm(x, weights.norms[2 * layer], weights.least, normed)
+        _add_and_norm(x, added, weights.norms[2 * layer], weights.least, normed)
         _linear(weights, 4 * layer, normed, of_normed, qkv.reshape(n, -1), of_qkv)
         _rotate(qkv, heads + kv_heads, positions, weights.cosines, weights.sines)
         _store(qkv, heads, write, keys, values)
         attend(qkv, keys, values, plan, weights.scale, attended)
         _linear(weights, 4 * layer + 1, attended.reshape(n, -1), of_attended, added, of_added)
-        x += added
-        _norm(x, weights.norms[2 * layer + 1], weights.least, normed)
+        _add_and_norm(x, added, weights.norms[2 * layer + 1], weights.least, normed)
         _linear(weights, 4 * layer + 2, normed, of_normed, gates, of_gates)
         _gate(gates, gated)
         _linear(weights, 4 * layer + 3, gated, of_gated, added, of_added)
-        x += added
-    _norm(x, weights.norms[-1], weights.least, normed)
+    _add_and_norm(x, added, weights.norms[-1], weights.least, normed)
     for handle in (of_normed, of_added, of_qkv, of_attended, of_gates, of_gated):
         release(handle)
     if weights.blocked:
@@ -329,15 +328,19 @@ def _widen(row: FloatArray, out: FloatArray) -> None:
 
 
 @_long
-def _norm(x: FloatArray, scaled: FloatArray, least: np.float32, out: FloatArray) -> None:
-    """RMSNorm of rows; see engine.fused.FusedNorm."""
+def _add_and_norm(x: FloatArray, added: FloatArray, scaled: FloatArray, least: np.float32, out: FloatArray) -> None:
+    """Adds to rows of x, and RMSNorm of the sums; see engine.fused.FusedNorm."""
+    x, added, out = borrowed(x), borrowed(added), borrowed(out)
     for row in range(len(x)):
-        total = np.float32(0)
-        for i in range(x.shape[1]):
-            total += x[row, i] * x[row, i]
+        total, sums, to = np.float32(0), x[row], out[row]
+        more = added[row]
+        for i in range(len(sums)):
+            number = sums[i] + more[i]
+            sums[i] = number
+            total += number * number
         factor = np.float32(1) / np.sqrt(total + least)
-        for i in range(x.shape[1]):
-            out[row, i] = x[row, i] * factor * scaled[i]
+        for i in range(len(to)):
+            to[i] = sums[i] * factor * scaled[i]
 
 
 @_long
