@@ -6,7 +6,6 @@ queue. The oldest always stays, and any request alone fits, so there is always p
 """
 
 from collections.abc import Callable, Set
-from itertools import count
 
 from cluster.intake import Intake, Running, Submitted, Unsent
 from engine.elastic import ElasticSequence
@@ -14,8 +13,8 @@ from engine.kv import KVPool, PoolExhausted
 from engine.types import GenerationRequest
 
 OVERTAKING = 8  # times that a waiting request is overtaken; and so many that don't fit are looked past
-_CHUNK = 64  # tokens of one prefix in a step, more when few prefixes share it
-_BURST = 4  # times as many tokens of prefixes in a step, at most, where more wait for their first token than decode
+_CHUNK = 64  # tokens of the oldest prefix in a step, and more where others leave them
+_BURST = 4  # times as many tokens of prefixes in a step where so many wait for their first token, and as many as decode
 
 
 class Batch:
@@ -30,8 +29,8 @@ class Batch:
         prefill_tokens: int,
         give_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        """prefill_tokens: in one step, over all sequences, so that those that decode keep their pace; more for those that
-        wait, where these are the more.
+        """prefill_tokens: in one step, over all sequences, so that those that decode keep their pace; more where those that
+        wait are many beside them.
 
         give_way: gives back pages that no request holds; whether there were any.
         """
@@ -41,7 +40,6 @@ class Batch:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._give_way = give_way
-        self._turns = count()
         self.running: dict[str, Running] = {}  # by request id
         self.preempted = 0  # times a request gave up its pages to older ones, and waited again
         self.shared = 0  # tokens whose KV was known and not computed, after a preemption too
@@ -59,7 +57,6 @@ class Batch:
             if self._fits(running.sequence, may_trim=not ahead):
                 running.sequence.enter()
                 self._knew(running, running.sequence.computed)
-                running.turn = next(self._turns)
                 self.running[submitted.request.request_id] = running
                 self._intake.admitted(submitted)
                 entered.append(running)
@@ -79,26 +76,34 @@ class Batch:
         return preempted
 
     def prefills(self) -> dict[str, int]:
-        """How many tokens of their prefixes the prefilling requests compute in this step, in turns, within the bound.
+        """How many tokens of their prefixes the prefilling requests compute in this step, within the bound.
 
-        Who needs a page that another computes in this step computes nothing: it takes that page over in the next one.
+        Those with the fewest left come first, so that the fewest wait for their first token; a part is the oldest one's,
+        which goes on in any case, as is what others leave. Who needs a page that another computes in this step computes
+        nothing: it takes that page over in the next one.
         """
-        waiting = [(request_id, running) for request_id, running in self.running.items() if running.sequence.prefilling]
-        decoding = len(self.running) - len(waiting)
-        left = int(self._prefill_tokens * min(_BURST, max(1.0, len(waiting) / max(1, decoding))))
-        chunk = max(_CHUNK, self._prefill_tokens // max(1, len(waiting)))
-        shares: dict[str, int] = {}
+        waiting = [(name, running) for name, running in self.running.items() if running.sequence.prefilling]
+        wait, decode = len(waiting), len(self.running) - len(waiting)
+        left = int(self._prefill_tokens * max(1.0, min(_BURST, wait, _BURST * wait / max(1, decode))))
+        for _, running in waiting:
+            self._knew(running, running.sequence.catch_up())
+        pending: dict[str, int] = {}
         claimed: set[bytes | None] = set()
-        for request_id, running in sorted(waiting, key=lambda item: item[1].turn):
-            sequence = running.sequence
-            self._knew(running, sequence.catch_up())
-            page = sequence.next_page
-            if left > 0 and sequence.prefilling and (page is None or page not in claimed):
+        for name, running in waiting[:1] + sorted(waiting[1:], key=lambda item: item[1].sequence.pending):
+            page = running.sequence.next_page
+            if running.sequence.prefilling and (page is None or page not in claimed):
                 claimed.add(page)
-                shares[request_id] = min(chunk, left, len(sequence.tokens) - sequence.computed)
-                left -= shares[request_id]
-                running.turn = next(self._turns)
-        return shares
+                pending[name] = running.sequence.pending
+        if not pending:
+            return {}
+        oldest, *others = pending
+        kept = min(_CHUNK, pending[oldest], left)
+        shares: dict[str, int] = {}
+        for name in others:
+            shares[name] = min(pending[name], left - kept)
+            left -= shares[name]
+        shares[oldest] = min(pending[oldest], left)
+        return {name: tokens for name, tokens in shares.items() if tokens}
 
     def _knew(self, running: Running, tokens: int) -> None:
         running.unsent.known += 0 if running.preempted else tokens  # its own pages may still be there

@@ -74,7 +74,6 @@ class Running:
     unsent: Unsent
     session: int = -1  # on the drafts, while it is in the batch
     started: bool = False  # it was in the batch before
-    turn: int = 0  # when its prefix was last worked on
     flushed: float = 0.0  # seconds: when its client last got something
     preempted: bool = False
 

@@ -65,8 +65,8 @@ class TargetReplica:
         lookup: tokens that are looked up in the text so far after each step, beside what drafts guess.
         earlier: tokens of outputs that have ended in which is looked up too; 0: none.
 
-        prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode; where these are
-        the fewer, up to four times as many.
+        prefill_tokens: prefix tokens computed in one step, over all requests, beside those that decode; up to four
+        times as many where many wait beside these.
         on_step(rows, milliseconds, sequences): called after each step that does nothing but decode, for the cost model.
         local: a drafter of the target's own, which nobody else may use; it runs between two steps.
         shared: the draft in the target's process, for "shared" among the places.

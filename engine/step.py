@@ -74,6 +74,11 @@ class Sequence:
         return self.computed < len(self.tokens) - 1
 
     @property
+    def pending(self) -> int:
+        """Committed tokens without KV."""
+        return len(self.tokens) - self.computed
+
+    @property
     def left(self) -> int:
         """Tokens that it may still get."""
         return self.limit - len(self.tokens)

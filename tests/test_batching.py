@@ -380,41 +380,50 @@ def steps(batch: Batch, count: int) -> list[dict[str, int]]:
     return shares
 
 
-def test_prefixes_take_turns_within_the_bound(books: Books) -> None:
-    batch, intake = books(64, prefill_tokens=100)
-    for name in "abcd":
-        queue(intake, name, 1, token=8)  # they decode
-    for token, (name, tokens) in enumerate({"long": 500, "longer": 600, "short": 20}.items()):
+def test_the_shortest_prefixes_come_first_and_the_oldest_goes_on(books: Books) -> None:
+    batch, intake = books(256, prefill_tokens=100)
+    for number in range(20):
+        queue(intake, f"decodes {number}", 1, token=8)
+    for token, (name, tokens) in enumerate({"long": 500, "longer": 600, "short": 20, "mean": 70}.items()):
         queue(intake, name, tokens, token=token)
-    assert enter(batch) == [*"abcd", "long", "longer", "short"]
+    enter(batch)
     first, second, third = steps(batch, 3)
-    assert first == {"long": 64, "longer": 36}
-    assert second == {"short": 20, "long": 64, "longer": 16}
-    assert third == {"long": 64, "longer": 36}
+    assert first == {"short": 20, "mean": 16, "long": 64}
+    assert second == {"mean": 36, "long": 64}
+    assert third == {"mean": 18, "longer": 18, "long": 64}
     queue(intake, "new", 10, token=9)
     assert enter(batch) == ["new"]
-    assert "new" in {name for shares in steps(batch, 2) for name in shares}
+    assert steps(batch, 1) == [{"new": 10, "longer": 26, "long": 64}]
     total = Counter[str]()
-    for shares in steps(batch, 12):
+    for shares in steps(batch, 10):
         assert sum(shares.values()) <= 100
         total.update(shares)
     assert not any(running.sequence.prefilling for running in batch.running.values())
 
 
-def test_where_more_wait_than_decode_the_bound_is_higher(books: Books) -> None:
+def test_what_others_leave_is_the_oldest_ones(books: Books) -> None:
+    batch, intake = books(128, prefill_tokens=200)
+    for number in range(20):
+        queue(intake, f"decodes {number}", 1, token=8)
+    queue(intake, "long", 500, token=0)
+    queue(intake, "short", 20, token=1)
+    enter(batch)
+    assert steps(batch, 1) == [{"short": 20, "long": 180}]
+
+
+def test_where_many_wait_beside_those_that_decode_the_bound_is_higher(books: Books) -> None:
     batch, intake = books(64, prefill_tokens=100)
     for token in range(8):
         queue(intake, f"long {token}", 90, token=token)
     enter(batch)
     assert sum(steps(batch, 1)[0].values()) == 400
-    queue(intake, "decodes", 1, token=8)
-    queue(intake, "decodes too", 1, token=9)
-    queue(intake, "and so does this one", 1, token=10)
+    for number in range(12):
+        queue(intake, f"decodes {number}", 1, token=8)
     enter(batch)
     waiting = sum(running.sequence.prefilling for running in batch.running.values())
     decoding = len(batch.running) - waiting
-    assert 1 < waiting / decoding < 4
-    assert sum(steps(batch, 1)[0].values()) == int(100 * waiting / decoding)
+    assert 1 < 4 * waiting / decoding < 4
+    assert sum(steps(batch, 1)[0].values()) == int(100 * 4 * waiting / decoding)
 
 
 def test_a_page_that_another_computes_in_this_step_is_waited_for(books: Books) -> None:
@@ -422,7 +431,7 @@ def test_a_page_that_another_computes_in_this_step_is_waited_for(books: Books) -
     for name in "abc":
         queue(intake, name, 150)
     enter(batch)
-    assert steps(batch, 3) == [{"a": 64}, {"b": 64}, {"c": 22, "a": 22, "b": 22}]
+    assert steps(batch, 3) == [{"a": 150}, {"b": 22, "c": 22}, {}]
     pages = [running.sequence.lease.pages[:4] for running in batch.running.values()]
     assert pages[0] == pages[1] == pages[2]
     batch.check()
