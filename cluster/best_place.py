@@ -1,7 +1,7 @@
 """Where drafts run best: measured by turns, for each kind of batch, by what a target decodes in a second.
 
-Three places: replicas of their own, which draft while the target verifies; the target's own process, where both take turns;
-and none, since drafts don't always pay. Every place guesses what lookup in the text finds.
+Replicas of their own, which draft while the target verifies; the target's own process, where both take turns; none, since
+drafts don't always pay. There, too, it is guessed what lookup in the text finds; with "off", nothing is.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Literal
 
 from cluster.place_speed import PromptTime, Speed
 
-Place = Literal["separate", "shared", "none"]
-PLACES: tuple[Place, ...] = ("separate", "shared", "none")
+Place = Literal["separate", "shared", "none", "off"]
+PLACES: tuple[Place, ...] = ("separate", "shared", "none", "off")
 
 _ENOUGH = 48  # steps of one sequence that say how fast a place is; of more sequences together, fewer do
 _FEWEST = 12  # steps of any batch
@@ -185,7 +185,7 @@ class _Measured:
         new, best = place not in self._seen, self._speeds[self.best]
         stayed = self._here >= self.enough * (1 if new and self._few else _STAY)
         hoped = self._speeds[place].at_best > _margin(place) * best.rate
-        free = new and (self._few or place == "none")
+        free = new and (self._few or not _drafts(place))
         price_s = self._prices.get(place, _LOSS * self.enough) * best.step_s
         return stayed and hoped and (free or self._savings(place).affords(place, price_s))
 
@@ -236,7 +236,7 @@ class BestPlace:
         reading_s = prompt_tokens * measured.prompts.each_s
         self._heard = self._heard or heard
         if self._settling:
-            if self._heard or self.place == "none" or not self._reading:
+            if self._heard or not _drafts(self.place) or not self._reading:
                 self._settling -= 1
             else:
                 self._reading -= 1
@@ -265,7 +265,7 @@ class BestPlace:
             if self._lasted == _LEAVING and before != former.best:
                 self._give_up(former, fewer)
                 before = self.place
-            leaves = measured.best == "none" and (measured.compared or kind[0] > 2 * former.size)
+            leaves = not _drafts(measured.best) and (measured.compared or kind[0] > 2 * former.size)
             if measured.best != before and self._lasted < (_LEAVING if leaves else _LASTING):
                 return False
             measured.enter(fewer)
@@ -295,14 +295,19 @@ class BestPlace:
 
     def _paying(self) -> dict[Kind, Place]:
         """Where drafts are best, by kinds with which they paid."""
-        return {kind: each.best for kind, each in self._measured.items() if each.best != "none"}
+        return {kind: each.best for kind, each in self._measured.items() if _drafts(each.best)}
 
     def _arrive(self, measured: _Measured) -> None:
         """At a place for the first time, drafts and windows have to learn what works there."""
-        learning = self.place != "none" and measured.unknown
+        learning = _drafts(self.place) and measured.unknown
         self.settle(measured.enough if learning else _SETTLING)
+
+
+def _drafts(place: Place) -> bool:
+    """Whether drafts run there, which have to read the texts first."""
+    return place in ("separate", "shared")
 
 
 def _margin(place: Place) -> float:
     """How much faster a place has to be than the best."""
-    return 1.0 if place == "none" else _MARGIN
+    return _MARGIN if _drafts(place) else 1.0

@@ -56,7 +56,10 @@ MEASURES: dict[str, Measure] = {
     "paceline_tokens": Measure("counter", "tokens committed"),
     "paceline_decoded_tokens": Measure("counter", "tokens committed but for those that came with the end of a prompt"),
     "paceline_steps": Measure("counter", "steps in which somebody decoded"),
-    "paceline_place_steps": Measure("counter", "of them, by where drafts ran: separate, shared (taking turns) or none"),
+    "paceline_place_steps": Measure(
+        "counter",
+        "of them, by where drafts ran: separate, shared (taking turns), none (only lookups); off: no guesses at all",
+    ),
     "paceline_sequence_steps": Measure("counter", "steps in which a sequence decoded, counted for each"),
     "paceline_hits": Measure("counter", "sequence steps at whose end the mirror held a child below the new root"),
     "paceline_expected_tokens": Measure(

@@ -5,6 +5,7 @@ what was committed, hand out the tokens.
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -84,7 +85,7 @@ class TargetReplica:
         self._on_step = on_step
         self._state = TargetState(runner.vocab_size, replica, lookup, earlier=earlier)
         self._speculates = True
-        self._place: Place = "none"  # of drafts, in this step
+        self._place: Place = "off"  # of drafts, in this step
         self._patience = Patience()
         self._intake = Intake()
         self._batch = Batch(runner.pool, self._intake, self._sequence, max_batch, prefill_tokens, self._own.give_way)
@@ -95,6 +96,8 @@ class TargetReplica:
         self.trace = Trace()
         self._loop = Loop("paceline-target", self._placement, RENEW_EVERY_S, self._turn, self._end_all)
         self._drafts = LinkedDrafts(self._state, self.trace, self._loop, places)
+        if not lookup and local is None:
+            self._drafts.never_at("off")  # which is as "none" is
         self._loop.start()
 
     # from any thread
@@ -245,13 +248,14 @@ class TargetReplica:
         """What the target's own process guesses goes into the mirrors. Where drafts run in this step is settled here."""
         if not self._shared.works:
             self._drafts.never_at("shared")
-        self._place = self._drafts.place if self._speculates else "none"
+        self._place = self._drafts.place if self._speculates else "off"
         self._windows.takes_turns(self._place == "shared")
         doubtful = self._doubtful if self._place == "shared" else DOUBTFUL
-        self._state.doubtful = max(doubtful, self._windows.least(len(self._running)))
+        off = self._place == "off"
+        self._state.doubtful = math.inf if off else max(doubtful, self._windows.least(len(self._running)))
         if self._place != "shared":
             self._shared.rest()
-        if self._speculates:
+        if not off:
             self._own.hang(self._state.mirror)
             self._shared.hang(self._state.mirror)
 

@@ -71,7 +71,7 @@ def _target(model: ModelOptions, args: ServeConfig) -> Application:
     )(TargetDeployment)
     shared = shared_tokens(model, args)
     draft = draft_config(model, model.shared, shared) if model.shared is not None else None
-    places = PLACES if model.separate is not None else ("shared", "none")
+    places = PLACES if model.separate is not None else ("shared", "none", "off")
     config = target_config(model.name, options, shared, model.draft is not None, draft, places)
     return deployment.bind(config, _placement(options.replicas), registry_name(model))
 

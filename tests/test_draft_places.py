@@ -70,7 +70,7 @@ def test_a_draft_in_the_targets_process_guesses_and_the_tokens_are_the_plain_one
         generations = exact.serve(replica, requests)
         assert not list(exact.differences(generations, plain))
         stats = replica.stats()
-        assert stats.places == {"separate": 0, "shared": stats.steps, "none": 0}
+        assert stats.places == {"separate": 0, "shared": stats.steps, "none": 0, "off": 0}
         assert stats.accepted == sum(generation.accepted for generation in generations)
         assert stats.decoded / stats.sequence_steps > 1.5, "the draft did not guess"
         assert stats.drafts == stats.empty == 0
@@ -107,6 +107,30 @@ def test_drafts_change_places_in_the_middle_of_streams_and_the_tokens_stay(
 
         until(everywhere, "steps in every place")
         until(lambda: drafting.stats().sessions == 0, "the draft's sessions end")
+
+
+@pytest.mark.parametrize(("place", "guesses"), [("none", True), ("off", False)])
+def test_without_drafts_lookups_go_on_unless_nothing_is_guessed(
+    target: ModelRunner, draft: ModelRunner, place: Place, guesses: bool
+) -> None:
+    request = exact.make_requests([tuple(range(40, 60)) * 4], 0.0, TOKENS)
+    plain = [generation.tokens for generation in decode(target, request)]
+    with serving(target, draft, (place,)) as replica:
+        assert not list(exact.differences(exact.serve(replica, request), plain))
+        stats = replica.stats()
+        assert stats.places[place] == stats.steps > 0
+        assert (stats.verified > 0) == guesses
+
+
+def test_a_target_that_looks_nothing_up_is_never_off(target: ModelRunner) -> None:
+    requests, _ = plain_of(target, 0.0, 1)
+    replica = TargetReplica(target, exact.goodput(), places=("none", "off"))
+    try:
+        exact.serve(replica, requests)
+        assert replica.stats().places["off"] == 0
+        assert replica.wait_idle(PATIENCE_S)
+    finally:
+        replica.close()
 
 
 def test_a_target_whose_drafts_die_drafts_for_itself(
