@@ -1,8 +1,9 @@
-"""Where drafts run: in a replica on the other core, in the target's process, nowhere, or where the target finds it fastest.
+"""Where drafts run: in a replica on the other core, in the target's process, nowhere, or where the target finds it fastest;
+"off": without lookups, too.
 
     python -m benchmarks.places --json FILE
 
-A target for each of them, on the first core, all with lookup; in every round each has the same prompts, in an order that is
+A target for each of them, on the first core; in every round each has the same prompts, in an order that is
 shuffled anew, as many at a time as there are streams. The first round doesn't count. Prompts are new in every round, as
 long as that leaves one for each stream. Tokens per second of decoding, prompts apart (TargetStats.decoded, active_s).
 Outputs are compared; in float32 those of two contenders may part at ties.

@@ -1,7 +1,7 @@
 """Where drafts run best: measured by turns, for each kind of batch, by what a target decodes in a second.
 
 Replicas of their own, which draft while the target verifies; the target's own process, where both take turns; none, since
-drafts don't always pay. There, too, it is guessed what lookup in the text finds; with "off", nothing is.
+drafts don't always pay. There, too, it is guessed what lookup in the text finds; with "off", which is for more than a few sequences, nothing is.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _SETTLING = 4  # first steps at a place that don't count: windows and drafts fin
 _READING = 256  # steps at most that drafts may take to read the texts again, before what they don't say counts
 _LASTING = 48  # steps in a row of other kinds of batches before these are gone by
 _LEAVING = 4  # the same where drafts are known not to pay; and before looks of the former kind end
-_MARGIN = 1.03  # a place where drafts have to read texts again has to be so much faster
+_MARGIN = 1.03  # a place where drafts have to read texts again has to be so much faster, and so has guessing nothing
 
 Kind = tuple[int, bool]  # of a batch: how many sequences, about, and whether all are greedy
 
@@ -265,7 +265,8 @@ class BestPlace:
             if self._lasted == _LEAVING and before != former.best:
                 self._give_up(former, fewer)
                 before = self.place
-            leaves = not _drafts(measured.best) and (measured.compared or kind[0] > 2 * former.size)
+            known = measured.compared or kind[0] > 2 * former.size or not _drafts(before)
+            leaves = known and not _drafts(measured.best)
             if measured.best != before and self._lasted < (_LEAVING if leaves else _LASTING):
                 return False
             measured.enter(fewer)
@@ -290,8 +291,11 @@ class BestPlace:
             first = like.best
         if first is None or first not in self.places:
             first = "none" if size > _FEW and "none" in self.places else self.places[0]
+        if first == "off" and "none" in self.places and (like is None or size < like.size):
+            first = "none"  # guesses that don't pay with many sequences may with fewer
+        places = [place for place in self.places if place != "off" or size > _FEW]
         near = like if like is not None and like.size <= 2 * size and size <= 2 * like.size else None
-        return _Measured(kind, self.places, first, self._first_looks, near)
+        return _Measured(kind, places, first, self._first_looks, near)
 
     def _paying(self) -> dict[Kind, Place]:
         """Where drafts are best, by kinds with which they paid."""
@@ -310,4 +314,4 @@ def _drafts(place: Place) -> bool:
 
 def _margin(place: Place) -> float:
     """How much faster a place has to be than the best."""
-    return _MARGIN if _drafts(place) else 1.0
+    return 1.0 if place == "none" else _MARGIN

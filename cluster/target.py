@@ -96,8 +96,8 @@ class TargetReplica:
         self.trace = Trace()
         self._loop = Loop("paceline-target", self._placement, RENEW_EVERY_S, self._turn, self._end_all)
         self._drafts = LinkedDrafts(self._state, self.trace, self._loop, places)
-        if not lookup and local is None:
-            self._drafts.never_at("off")  # which is as "none" is
+        if not lookup or local is not None:
+            self._drafts.never_at("off")  # it is as "none" is; or a drafter would fall behind there
         self._loop.start()
 
     # from any thread
@@ -283,7 +283,7 @@ class TargetReplica:
         return plans
 
     def _can_speculate(self, running: Running) -> bool:
-        speculates = self._speculates and running.window != OFF
+        speculates = self._place != "off" and running.window != OFF
         return speculates and not running.sequence.prefilling and self._state.hit(running.session)
 
     def _wait_on_miss(self) -> float:
@@ -292,7 +292,7 @@ class TargetReplica:
         Returns the seconds it waited.
         """
         decoding = [running for running in self._running.values() if not running.sequence.prefilling]
-        if not decoding or len(decoding) < len(self._running):
+        if not decoding or len(decoding) < len(self._running) or self._place == "off":
             return 0.0
         waiting = [running for running in decoding if running.sequence.left > 1]  # a last token takes no guesses
         missed = [running for running in waiting if self._state.attached(running.session)]

@@ -93,6 +93,7 @@ def test_drafts_change_places_in_the_middle_of_streams_and_the_tokens_stay(
         "_READING": 0,
         "_LASTING": 1,
         "_LEAVING": 1,
+        "_FEW": 0,
     }
     for name, value in often.items():
         monkeypatch.setattr(best_place, name, value)

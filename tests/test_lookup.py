@@ -1,5 +1,6 @@
 """Looking up how the text went on before: by itself, and in the trees of the model drafter."""
 
+import math
 import random
 from collections.abc import Iterator
 
@@ -140,6 +141,17 @@ def test_where_guesses_stay_out_of_the_tree_few_are_made_though_some_are_right()
         lookup.commit([followed, 11, 12, 13, 14])
     assert tree.size == 1
     assert 400 / 8 <= sum(looked) < 400 / 3
+
+
+def test_where_nothing_is_sure_enough_no_text_is_looked_through_and_it_goes_on_as_before() -> None:
+    lookup, tree = Lookup([5, 6, 7, 5, 6], True, Earned(), 4), TokenTree(6)
+    for token in (7, 5, 6) * 8:
+        lookup.hang(tree, math.inf)
+        assert tree.size == 1
+        tree.commit([token])
+        lookup.commit([token])
+    lookup.hang(tree)
+    assert tree.token[1 : tree.size].tolist() == [7, 5, 6]
 
 
 def test_sampled_sessions_earn_their_own_confidence(drafter: ModelDrafter) -> None:

@@ -3,6 +3,7 @@
 Source: Saxena 2023 (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -114,9 +115,10 @@ class Lookup:
     def hang(self, tree: TokenTree, doubtful: float = DOUBTFUL) -> None:
         """Hangs what followed the last tokens earlier below the root, unless lookups are right less often than `doubtful`.
 
-        Looking takes time too: where one lookup after the other was of no use, it is only done now and then.
+        Looking takes time too: where one lookup after the other was of no use, it is only done now and then, and not at all
+        where nothing is sure enough.
         """
-        if self._count and (self._vain < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
+        if self._count and doubtful < math.inf and (self._vain < _IN_VAIN or self._commits % _LOOK_AGAIN == 0):
             text = self._text.tokens, self._text.count, self._text.longest
             right = self._earned.right(self._greedy)
             found = _hang(text, self._others.chains, right, doubtful, self._count, tree.nodes, tree.size)
