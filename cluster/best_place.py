@@ -1,7 +1,8 @@
 """Where drafts run best: measured by turns, for each kind of batch, by what a target decodes in a second.
 
 Replicas of their own, which draft while the target verifies; the target's own process, where both take turns; none, since
-drafts don't always pay. There, too, it is guessed what lookup in the text finds; with "off", which is for more than a few sequences, nothing is.
+drafts don't always pay, where it is still guessed what lookup in the text finds, as everywhere; and for more than a few
+sequences "off", where nothing is guessed.
 """
 
 from collections.abc import Sequence

@@ -24,10 +24,11 @@ class KeptLinks(Generic[L]):
         self._links: dict[str, L] = {}  # by address
         self._missing: set[str] = set()  # addresses that are followed and were told to be missing
 
-    def follow(self, addresses: Sequence[str] | None) -> None:
+    def follow(self, addresses: Sequence[str] | None, closing: threading.Event | None = None) -> None:
         """From now on one link to each of these, tried again with every call; blocks while it connects.
 
         Links to others stay as long as those live, whose sessions turn to others then. None: all links end.
+        closing: once it is set, no further link is made.
         """
         for address, link in list(self._links.items()):
             if addresses is None:
@@ -36,6 +37,8 @@ class KeptLinks(Generic[L]):
                 del self._links[address]
         self._missing &= set(addresses or ())
         for address in addresses or ():
+            if closing is not None and closing.is_set():
+                break
             if address in self._links:
                 continue
             try:
@@ -53,7 +56,7 @@ class KeptLinks(Generic[L]):
     def keep(self, addresses: Callable[[], Sequence[str] | None], closing: threading.Event) -> None:
         """Follows what `addresses` says, again and again until `closing`; then all links end."""
         while not closing.is_set():
-            self.follow(addresses())
+            self.follow(addresses(), closing)
             closing.wait(_LOOK_EVERY_S)
         self.follow(None)
 

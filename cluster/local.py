@@ -42,7 +42,6 @@ class LocalCluster:
         *,
         targets: int = 1,
         drafts: int = 1,
-        threads: int = 1,
         placements: tuple[list[Placement], list[Placement]] | None = None,
         target_actor: type[TargetActor] = TargetActor,
         progress: Callable[[str], None] = lambda text: None,
@@ -51,7 +50,7 @@ class LocalCluster:
         drafts = drafts if draft is not None else 0
         progress("starting Ray")
         self._started_ray = start_ray()
-        target_places, draft_places = placements or place(targets, drafts, count_gpus(), threads)
+        target_places, draft_places = placements or place(targets, drafts, count_gpus())
         registry = RegistryName(f"paceline-registry-{uuid.uuid4().hex}")
         self.registry: Any = registry.open()
         progress("loading the models (the first time, loops are compiled: a minute or two)")

@@ -152,16 +152,9 @@ class RayExport:
 class Reporter:
     """Reports from a thread of its own until it is stopped: nothing waits for a registry that is away."""
 
-    def __init__(
-        self,
-        registry: Any,
-        model: str,
-        replica: str,
-        samples: Callable[[], list[Sample]],
-        every_s: float = REPORT_EVERY_S,
-    ) -> None:
+    def __init__(self, registry: Any, model: str, replica: str, samples: Callable[[], list[Sample]]) -> None:
         """registry: the Registry actor. replica: unique for each start."""
-        self._registry, self._replica, self._samples, self._every_s = registry, replica, samples, every_s
+        self._registry, self._replica, self._samples = registry, replica, samples
         self._export = RayExport(model, replica)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-report", daemon=True)
@@ -173,7 +166,7 @@ class Reporter:
         self._thread.join(_STOP_TIMEOUT_S)
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._every_s):
+        while not self._stopped.wait(REPORT_EVERY_S):
             try:
                 samples = self._samples()
                 self._registry.report.remote(self._replica, samples)

@@ -4,7 +4,7 @@ from typing import Any
 
 from engine.noise import derive_seed
 from engine.processors import check_known
-from engine.types import GenerationRequest, InvalidRequest, SamplingParams, TokenLogprobs, require
+from engine.types import GenerationRequest, InvalidRequest, SamplingParams, TokenLogprobs, check_prompt, require
 
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # the name of each kind in vLLM
 _MAX_TOP_K = 2**31 - 1  # what vLLM's messages hold; more is no limit either
@@ -58,7 +58,7 @@ def check_request(request: GenerationRequest, engine: Any) -> None:
 
     config = engine.vllm_config
     vocab_size = int(config.model_config.get_vocab_size())
-    _check_prompt(request, vocab_size, int(config.model_config.max_model_len))
+    check_prompt(request, vocab_size, int(config.model_config.max_model_len))
     params = request.params
     check_known(params, vocab_size)
     if config.speculative_config is not None:
@@ -74,16 +74,6 @@ def check_request(request: GenerationRequest, engine: Any) -> None:
     except (VLLMClientError, ValueError) as error:
         name = getattr(error, "parameter", None) or ("grammar" if params.grammar is not None else "params")
         raise InvalidRequest(str(name), " ".join(str(error).split())) from None
-
-
-def _check_prompt(request: GenerationRequest, vocab_size: int, room: int) -> None:
-    tokens = request.prompt + request.resume_tokens
-    require(bool(request.prompt), "prompt", "must not be empty")
-    known = min(tokens) >= 0 and max(tokens) < vocab_size
-    require(known, "prompt", f"token ids must be between 0 and {vocab_size - 1}")
-    require(len(request.resume_tokens) < request.params.max_tokens, "resume_tokens", "must be fewer than max_tokens")
-    total = len(request.prompt) + request.params.max_tokens
-    require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the model's context is {room}")
 
 
 def _check_resumable(params: SamplingParams) -> None:

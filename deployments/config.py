@@ -21,7 +21,7 @@ from pydantic import (
 
 from cluster.address import parse_address
 from cluster.vllm_options import VllmOptions
-from deployments.cli_options import MOST_KV_TOKENS, MOST_THREADS
+from deployments.cli_options import MOST_KV_TOKENS, MOST_THREADS, Dtype
 from deployments.keys import check_key, hidden
 from engine.checkpoint import MODELS
 from engine.choice import LEAST_KV_TOKENS, DrafterName, Weights, check_choice, check_weights
@@ -29,9 +29,7 @@ from engine.local_choice import LocalName, check_local
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[A-Za-z0-9][A-Za-z0-9._-]{0,62})?$"  # also part of the names of actors
 
-Dtype = Literal["auto", "float32", "bfloat16"]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Placement = Literal["auto", "separate", "shared"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 KVTokens = Annotated[int, Field(ge=LEAST_KV_TOKENS, le=MOST_KV_TOKENS)]
@@ -268,7 +266,7 @@ class DraftOptions(_Settings):
         "merged: model, suffix and documents in one tree; cascade: lookup, or another draft, makes the model faster",
     )
     documents: File | None = Field(None, description="text file, or folder of them, for retrieval and merged")
-    placement: Placement = Field(
+    placement: Literal["auto", "separate", "shared"] = Field(
         "auto",
         description="separate: in replicas of its own; shared: in the target's process, where both take turns; "
         "auto: in both, and the target goes by whichever is faster, as it measures",

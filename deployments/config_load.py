@@ -10,8 +10,8 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.vllm_options import check_options
-from deployments.cli_options import read_text
-from deployments.config import DraftOptions, Dtype, ServeConfig
+from deployments.cli_options import Dtype, read_text
+from deployments.config import DraftOptions, ServeConfig
 from engine.checkpoint import ModelError, check_checkpoint, check_tokenizer, hidden_size
 from engine.choice import check_documents
 from engine.local_choice import check_heads

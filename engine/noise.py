@@ -106,15 +106,15 @@ def _noise_of(uniform: torch.Tensor) -> torch.Tensor:
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
 
 
-def keys(seed: int, positions: Iterable[int], device: torch.device | str = "cpu") -> torch.Tensor:
+def keys(seed: int, positions: Iterable[int]) -> torch.Tensor:
     """Keys for several positions of one sample: int64 [n]."""
-    return keys_of([(seed, position) for position in positions], device)
+    return keys_of([(seed, position) for position in positions])
 
 
-def keys_of(places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> torch.Tensor:
+def keys_of(places: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Keys for (seed, position) of any samples: int64 [n]."""
     unsigned = np.array([key(*place) for place in places], np.uint64)
-    return torch.from_numpy(unsigned.view(np.int64)).to(device)
+    return torch.from_numpy(unsigned.view(np.int64))
 
 
 def contenders(values: FloatArray, keys: Keys, count: int) -> tuple[IntArray, FloatArray, BoolArray]:

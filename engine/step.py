@@ -19,9 +19,9 @@ from engine.types import (
     FinishReason,
     GenerationRequest,
     IntArray,
-    InvalidRequest,
     SamplingParams,
     TokenLogprobs,
+    check_prompt,
     require,
 )
 from engine.verify import walk
@@ -127,25 +127,11 @@ def check_request(request: GenerationRequest, runner: ModelRunner, vocabulary: V
     require(vocabulary is not None or not params.stop, "stop", "stop strings need the model's tokenizer")
     require(vocabulary is not None or not params.grammar, "grammar", "grammars need the model's tokenizer")
     check_known(params, runner.vocab_size)
-    _check_prompt(request, runner)
+    check_prompt(request, runner.vocab_size, runner.max_length)
     if vocabulary is None or params.grammar is None:
         return None
     end_tokens(params, runner, vocabulary)  # raises where nothing could end it
     return vocabulary.compile(params.grammar)
-
-
-def _check_prompt(request: GenerationRequest, runner: ModelRunner) -> None:
-    tokens = request.prompt + request.resume_tokens
-    if not request.prompt:
-        raise InvalidRequest("prompt", "must not be empty")
-    if min(tokens) < 0 or max(tokens) >= runner.vocab_size:
-        raise InvalidRequest("prompt", f"token ids must be between 0 and {runner.vocab_size - 1}")
-    if len(request.resume_tokens) >= request.params.max_tokens:
-        raise InvalidRequest("resume_tokens", "must be fewer than max_tokens")
-    total = len(request.prompt) + request.params.max_tokens
-    if total > runner.max_length:
-        message = f"prompt and max_tokens make {total} tokens; the model's context is {runner.max_length}"
-        raise InvalidRequest("prompt", message)
 
 
 @dataclass(frozen=True, slots=True)

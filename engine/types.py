@@ -142,6 +142,17 @@ class GenerationRequest:
     documents: tuple[tuple[int, ...], ...] = ()  # token ids of texts that the output may quote: they ground its drafts
 
 
+def check_prompt(request: GenerationRequest, vocab_size: int, room: int) -> None:
+    """Raises InvalidRequest for an empty or too long prompt, and for unknown tokens. room: the model's context."""
+    tokens = request.prompt + request.resume_tokens
+    require(bool(request.prompt), "prompt", "must not be empty")
+    known = min(tokens) >= 0 and max(tokens) < vocab_size
+    require(known, "prompt", f"token ids must be between 0 and {vocab_size - 1}")
+    require(len(request.resume_tokens) < request.params.max_tokens, "resume_tokens", "must be fewer than max_tokens")
+    total = len(request.prompt) + request.params.max_tokens
+    require(total <= room, "prompt", f"prompt and max_tokens make {total} tokens; the model's context is {room}")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log probabilities at one position, of the model as it is: before temperature and all processors."""

@@ -613,6 +613,16 @@ def test_who_interrupts_the_end_leaves_no_server_that_admits_nobody(monkeypatch:
     assert deleted == [serving.APPLICATION]
 
 
+def test_who_serves_next_keeps_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    applications = {serving.APPLICATION: SimpleNamespace(status=ApplicationStatus.DEPLOYING)}
+    monkeypatch.setattr(serving, "_client", lambda: SimpleNamespace(delete_apps=lambda names, blocking: None))
+    monkeypatch.setattr(serving, "_LEAVE_S", 0.0)
+    monkeypatch.setattr(serving, "_POLL_S", 0.0)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
+    monkeypatch.setattr("ray.get_actor", lambda *_: pytest.fail("another's registry is ended"))
+    serving.withdraw(parse_config({"models": [PAIR], "limits": {"drain_s": 0.01}}))
+
+
 def test_what_is_being_ended_is_waited_for_and_what_runs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, Any]] = [
         {serving.APPLICATION: {"status": ApplicationStatus.DELETING}},

@@ -22,6 +22,7 @@ from cluster import grpcio_link
 from cluster import link as link_module
 from cluster.grpc_link import connect
 from cluster.grpc_server import DraftServer
+from cluster.kept_links import KeptLinks
 from cluster.link import Link, LinkError, memory_link
 from cluster.speculate import PATH, SERVICE, LinkOptions
 from cluster.wire import decode_down, decode_up, encode_down, encode_up
@@ -612,3 +613,15 @@ def test_nonsense_is_well_formed(seed: int) -> None:
     for up in UPS:
         (frame,) = encode_up([nonsense(up, random)])
         assert [type(each) for each in decode_up(frame)] == [type(up)]
+
+
+def test_who_ends_waits_for_no_further_service() -> None:
+    closing, asked = threading.Event(), list[str]()
+
+    def dial(address: str) -> Link[Down, Up]:
+        asked.append(address)
+        closing.set()
+        raise LinkError("nobody is there")
+
+    KeptLinks(dial, lambda link: None).keep(lambda: ["127.0.0.1:1", "127.0.0.1:2"], closing)
+    assert asked == ["127.0.0.1:1"]

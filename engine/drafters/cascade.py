@@ -15,17 +15,19 @@ from engine.kv import PoolExhausted
 from engine.tree import ROOT, Moved, TokenTree
 from engine.types import InvalidRequest, SamplingParams
 
+_TOLD = 16  # nodes of a session that one tells the other at a time
+
 
 class CascadeDrafter:
     """Implements Drafter with two others, which nobody else may use: `inner` guesses for `outer`."""
 
-    def __init__(self, outer: Drafter, inner: Drafter, inner_steps: int = 2, told: int = 16) -> None:
+    def __init__(self, outer: Drafter, inner: Drafter, inner_steps: int = 2) -> None:
         """outer: expands what others hang into its trees, as a ModelDrafter does; best one with Growing(overrule=True).
 
-        inner_steps: of the inner drafter for one of the outer. told: nodes of a session that one tells the other at a time.
+        inner_steps: of the inner drafter for one of the outer.
         """
         self._outer, self._inner = outer, inner
-        self._inner_steps, self._told = inner_steps, told
+        self._inner_steps = inner_steps
         self._sessions: set[int] = set()
         self._chosen: set[int] = set()  # sessions in which the inner drafter doesn't know the outer's choices yet
 
@@ -51,7 +53,7 @@ class CascadeDrafter:
     def grow(self) -> list[int]:
         """See Drafter. At most one forward pass of the outer model."""
         for session in self._chosen:
-            self._inner.tree(session).adopt(self._outer.tree(session), self._told, known=True)
+            self._inner.tree(session).adopt(self._outer.tree(session), _TOLD, known=True)
         self._chosen.clear()
         guessed: set[int] = set()
         for _ in range(self._inner_steps):
@@ -83,4 +85,4 @@ class CascadeDrafter:
 
     def _hang(self, session: int) -> bool:
         """Puts the inner drafter's guesses where the outer hasn't chosen yet; whether any are new."""
-        return self._outer.tree(session).adopt(self._inner.tree(session), self._told, known=False) > 0
+        return self._outer.tree(session).adopt(self._inner.tree(session), _TOLD, known=False) > 0

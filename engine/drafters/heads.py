@@ -7,7 +7,6 @@ that one, head 1 the next, and so on. A head does not know what the others guess
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,9 @@ from engine.local_choice import HEADS_FILE, check_heads
 from engine.runner import ModelRunner
 from engine.tree import Moved, TokenTree
 from engine.types import FloatArray, IntArray, SamplingParams
+
+_CHILDREN = 6  # guesses of each head
+_NODES = 24  # of a tree, its root not counted: the most probable ones
 
 
 class TokenHeads(torch.nn.Module):
@@ -60,34 +62,25 @@ def load_heads(path: Path, target: ModelRunner) -> TokenHeads:
 
 
 class _Session:
-    def __init__(self, tokens: Sequence[int], params: SamplingParams, target: ModelRunner, nodes: int) -> None:
+    def __init__(self, tokens: Sequence[int], params: SamplingParams, target: ModelRunner) -> None:
         self.params = params
         self.length = len(tokens)
-        self.tree = TokenTree(tokens[-1], nodes + 1, params.temperature == 0)
+        self.tree = TokenTree(tokens[-1], _NODES + 1, params.temperature == 0)
         self.seen: torch.Tensor | None = None  # the state behind the tokens that are about to be committed
         self.state: torch.Tensor | None = None  # the state behind the root, until the tree is grown from it
-
-
-@dataclass(frozen=True, slots=True)
-class Combining:
-    """How many guesses there are."""
-
-    children: int = 6  # of each head
-    nodes: int = 24  # of a tree, its root not counted: the most probable ones
 
 
 class HeadsDrafter:
     """Implements Drafter and ReadsStates. Guesses know nothing of penalties and grammars, the target's choices do."""
 
-    def __init__(self, target: ModelRunner, heads: TokenHeads, combining: Combining | None = None) -> None:
+    def __init__(self, target: ModelRunner, heads: TokenHeads) -> None:
         self._target = target
         self._heads = heads
-        self._combining = combining or Combining()
         self._sessions: dict[int, _Session] = {}
 
     def open(self, session: int, tokens: Sequence[int], params: SamplingParams, prompt: int | None = None) -> None:
         """See Drafter."""
-        self._sessions[session] = _Session(tokens, params, self._target, self._combining.nodes)
+        self._sessions[session] = _Session(tokens, params, self._target)
 
     def see(self, session: int, state: torch.Tensor) -> None:
         """See ReadsStates."""
@@ -110,7 +103,7 @@ class HeadsDrafter:
             tokens, confidences = self._guess(list(fresh.values()))
             for index, held in enumerate(fresh.values()):
                 held.state = None
-                combine(held.tree, tokens[index], confidences[index], self._combining.nodes)
+                combine(held.tree, tokens[index], confidences[index], _NODES)
         return list(fresh)
 
     def tree(self, session: int) -> TokenTree:
@@ -134,10 +127,9 @@ class HeadsDrafter:
         heads = hidden.shape[1]
         places = [(held.params.seed, held.length + head) for held in sessions for head in range(heads)]
         params = [held.params for held in sessions for _ in range(heads)]
-        children = self._combining.children
         logits = self._target.logits(hidden.flatten(0, 1))
-        tokens, confidences = sampling.propose(logits, params, noise.keys_of(places), children)
-        return tokens.reshape(-1, heads, children), confidences.reshape(-1, heads, children)
+        tokens, confidences = sampling.propose(logits, params, noise.keys_of(places), _CHILDREN)
+        return tokens.reshape(-1, heads, _CHILDREN), confidences.reshape(-1, heads, _CHILDREN)
 
 
 def combine(tree: TokenTree, tokens: IntArray, confidences: FloatArray, nodes: int) -> None:
