@@ -52,7 +52,7 @@ class DraftServer:
         self.options = options or LinkOptions()
         self.on_connect = on_connect
         self._serving = True
-        self._lock = threading.Lock()  # of what follows
+        self._changed = threading.Condition()  # of what follows
         self._streams = 0
         self._connections: set[_Served] = set()
         self._reflection = reflection.ReflectionServicer((SERVICE, HEALTH, reflection.SERVICE_NAME))
@@ -73,21 +73,22 @@ class DraftServer:
         for thread in self._accepting:
             thread.start()
 
-    def stop(self) -> None:
-        """Takes no more streams and ends those there are."""
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no more streams, gives those there are `grace_s` seconds to end, then ends them; waits for that."""
         self._serving = False
         for listener, thread in zip(self._listeners, self._accepting, strict=True):
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
             thread.join()
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: self._streams == 0, grace_s)
             connections = list(self._connections)
         for each in connections:
             each.connection.close()
 
     def admit(self) -> None:
         """Counts one more stream. Raises Refused when there are as many as there may be."""
-        with self._lock:
+        with self._changed:
             if not self._serving:
                 raise Refused(StatusCode.UNAVAILABLE, "the draft is shutting down")
             if self._streams >= self.options.max_streams:
@@ -97,12 +98,13 @@ class DraftServer:
 
     def stream_ended(self) -> None:
         """One stream less."""
-        with self._lock:
+        with self._changed:
             self._streams -= 1
+            self._changed.notify_all()
 
     def connection_ended(self, served: "_Served") -> None:
         """One connection less."""
-        with self._lock:
+        with self._changed:
             self._connections.discard(served)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -122,7 +124,7 @@ class DraftServer:
         served = None
         try:
             served = _Served(self, connected)
-            with self._lock:
+            with self._changed:
                 self._connections.add(served)
             served.connection.start()
         except (OSError, RuntimeError) as error:  # it broke already, or no thread can be started
