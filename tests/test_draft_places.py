@@ -125,10 +125,11 @@ def test_without_drafts_lookups_go_on_unless_nothing_is_guessed(
 
 def test_a_target_that_looks_nothing_up_is_never_off(target: ModelRunner) -> None:
     requests, _ = plain_of(target, 0.0, 1)
-    replica = TargetReplica(target, exact.goodput(), places=("none", "off"))
+    replica = TargetReplica(target, exact.goodput(), places=("off",))
     try:
         exact.serve(replica, requests)
-        assert replica.stats().places["off"] == 0
+        stats = replica.stats()
+        assert stats.places["none"] == stats.steps > 0
         assert replica.wait_idle(PATIENCE_S)
     finally:
         replica.close()
