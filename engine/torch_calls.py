@@ -27,8 +27,9 @@ _NEEDED: list[str] = []  # names of torch's functions
 _WORD = 8  # bytes
 _NO_SIGN = np.int32(0x7FFFFFFF)  # the other bits of a float32
 MIDDLE = 128  # the level of an input that is 0: kernels take inputs without a sign
-# Of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed.
-ROWS, _MANY = 32, 128
+# Of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed. Weights that
+# come from memory meet more rows each time: kernels that follow others set the processor up anew, and sums are read again.
+ROWS, _WIDE_ROWS, _MANY = 32, 64, 128
 _FEW = 192  # rows, up to which pages are used where they lie: reading ahead then goes on beside arithmetic
 # A weight lies in memory as lines, each of some outputs times a unit of inputs: two of bfloat16 or four of 8 bits.
 # NARROW: some outputs with all inputs come after others, the fastest from caches. WIDE: a line is a page of PAGE_BYTES, and
@@ -275,8 +276,8 @@ def _few_rows(x: Any, blocks: np.uint64, line: int, out: Any) -> None:
         while output < outputs:
             width = min(outputs - output, line - place % line)
             block = weights + (place // line * units * line + place % line) * _UNIT_BYTES
-            for row in range(0, rows, ROWS):
-                some, result = min(ROWS, rows - row), to + (row * outputs + output) * 4
+            for row in range(0, rows, _WIDE_ROWS):
+                some, result = min(_WIDE_ROWS, rows - row), to + (row * outputs + output) * 4
                 given = at + (row * inputs + first) * x.itemsize
                 _block(given, inputs, some, some_inputs, block, line, width, first > 0, result, outputs, x.itemsize)
             output, place = output + width, place + width
@@ -371,7 +372,7 @@ def multiply(
     """x [rows, inputs] times a block [inputs, outputs], written to `out` or added.
 
     By addresses, each with how many numbers lie between the beginnings of rows. out is float32; narrow: x and block are
-    bfloat16, rows of the block are of pairs of inputs, each one number; else float32. More than ROWS rows make more kernels.
+    bfloat16, rows of the block are of pairs of inputs, each one number; else float32. Each number of rows makes a kernel.
     Each number is one sum in the order of the inputs, so a row's bits don't depend on the others.
     """
     if narrow:
