@@ -30,7 +30,7 @@ MIDDLE = 128  # the level of an input that is 0: kernels take inputs without a s
 # Of a product at once: there is a kernel for each number of rows up to it, made in 0.05 ms when it is needed. Weights that
 # come from memory meet more rows each time: kernels that follow others set the processor up anew, and sums are read again.
 ROWS, _WIDE_ROWS, _MANY = 32, 64, 128
-_FEW = 192  # rows, up to which pages are used where they lie: reading ahead then goes on beside arithmetic
+_FEW = 80  # rows, up to which pages are used where they lie: reading ahead then goes on beside arithmetic
 # A weight lies in memory as lines, each of some outputs times a unit of inputs: two of bfloat16 or four of 8 bits.
 # NARROW: some outputs with all inputs come after others, the fastest from caches. WIDE: a line is a page of PAGE_BYTES, and
 # a product goes through _UNITS pages at once: processors read ahead in each, in about so many, and get more from memory that
@@ -40,7 +40,7 @@ _UNITS = 32
 _UNIT_BYTES = 4
 PAGE_BYTES = _UNIT_BYTES * WIDE
 _PANEL = 64  # outputs whose weights lie side by side for many rows
-_NEAR = 1 << 19  # bytes of weights that are brought near at a time: a part of a core's second cache
+_NEAR = 1 << 18  # bytes of weights that are brought near at a time: a part of a core's second cache
 _LINE_BYTES = 64  # of a cache
 _SMALL = 1 << 13  # numbers of an array: finding a line costs as much as it gains
 _long = partial(compiled, long=True)
@@ -310,15 +310,15 @@ def _bring_near(blocks: np.uint64, outputs: int, first: int, stop: int, near: An
     source, to, units = np.int64(blocks), np.int64(near.ctypes.data), near.shape[1]
     padded = outputs + -outputs % NARROW
     for block in range(0, units, _UNITS):
-        for unit in range(block, min(block + _UNITS, units)):
-            output = first
-            while output < stop:
-                place, into = block // _UNITS * padded + output, (output - first) % _PANEL
-                width = min(_PANEL - into, stop - output, WIDE - place % WIDE)
-                at = source + (place // WIDE * _UNITS + unit - block) * PAGE_BYTES + place % WIDE * _UNIT_BYTES
-                panel = to + (((output - first) // _PANEL * units + unit) * _PANEL + into) * _UNIT_BYTES
-                _copy(panel, at, width * _UNIT_BYTES)
-                output += width
+        some, output = min(_UNITS, units - block), first
+        while output < stop:
+            place, into = block // _UNITS * padded + output, (output - first) % _PANEL
+            width = min(_PANEL - into, stop - output, WIDE - place % WIDE)
+            at = source + place // WIDE * _UNITS * PAGE_BYTES + place % WIDE * _UNIT_BYTES
+            panel = to + (((output - first) // _PANEL * units + block) * _PANEL + into) * _UNIT_BYTES
+            for unit in range(some):  # of so many pages at once, as they are read fastest
+                _copy(panel + unit * _PANEL * _UNIT_BYTES, at + unit * PAGE_BYTES, width * _UNIT_BYTES)
+            output += width
 
 
 @_long
