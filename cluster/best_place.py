@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import log2
 from typing import Literal
 
-from cluster.place_speed import Speed, TokenTime
+from cluster.place_speed import PromptTime, Speed
 
 Place = Literal["separate", "shared", "none", "off"]
 PLACES: tuple[Place, ...] = ("separate", "shared", "none", "off")
@@ -80,7 +80,7 @@ class _Measured:
         """
         self._speeds = {place: Speed() for place in places}
         self._seen: set[Place] = set()  # here
-        self.prompts, self._texts = TokenTime(), TokenTime()
+        self.prompts = PromptTime()
         self._first_looks, self._looks = first_looks, Savings(0)
         self._taken_over = like.over(first) if like is not None else {}
         self.size = kind[0]
@@ -118,13 +118,11 @@ class _Measured:
             self._here = 0
         self.place, self._look = self.best, None
 
-    def stepped(self, tokens: int, seconds: float, context: int) -> bool:
-        """A step at the present place; whether it is another one from now on. context: length of its texts."""
-        if self.place == self.best:
-            self._texts.add(context, seconds)
+    def stepped(self, tokens: int, seconds: float) -> bool:
+        """A step at the present place; whether it is another one from now on."""
         for speed in self._speeds.values():
             speed.fade()
-        self._speeds[self.place].add(tokens, self._as_usual(seconds, context))
+        self._speeds[self.place].add(tokens, seconds)
         self._seen.add(self.place)
         if self._taken_over and self._speeds[self.best].steps >= _FEWEST - 1:
             self._take_over()
@@ -137,15 +135,6 @@ class _Measured:
             self._prices[self._look] = max(0.0, self._look_s) / self._speeds[self.best].step_s
             self._look = None
         return self.place != before
-
-    def _as_usual(self, seconds: float, context: int) -> float:
-        """A step's time with texts of the usual length: those that begin together grow together, and where is looked later
-        is not slower for that.
-        """
-        if not self._texts.known:
-            return seconds
-        longer_s = (context - self._texts.usual) * self._texts.each_s
-        return seconds - min(max(longer_s, -seconds / 2), seconds / 2)
 
     def looked(self, tokens: int, seconds: float) -> None:
         """A step that belongs to a look, if one goes on, and perhaps says nothing of its place: it has its cost."""
@@ -235,13 +224,10 @@ class BestPlace:
         """The next few steps don't count, nor do those before drafts that were asked again say something."""
         self._settling, self._reading, self._heard = steps, _READING, False
 
-    def stepped(
-        self, kind: Kind, tokens: int, seconds: float, heard: bool, prompt_tokens: int = 0, context: int = 0
-    ) -> None:
+    def stepped(self, kind: Kind, tokens: int, seconds: float, heard: bool, prompt_tokens: int = 0) -> None:
         """A step of such a batch committed so many tokens, and took so long with all that belongs to it.
 
-        heard: drafts guessed for it. What is no merit or fault of a place: prompt_tokens, that it read besides; context,
-        how long the texts that went on are, in tokens and in the mean.
+        heard: drafts guessed for it. prompt_tokens: that it read besides, whose time is no merit or fault of a place.
         """
         self._first_looks.earn(seconds)
         if len(self.places) < 2 or not tokens or not self._goes_by(kind):
@@ -263,7 +249,7 @@ class BestPlace:
             self._reading -= 1  # what is left of such a step says little
             if self._reading < 0 and self.place != measured.best:
                 self._give_up(measured, fewer=False)
-        elif measured.stepped(tokens, seconds - reading_s, context):
+        elif measured.stepped(tokens, seconds - reading_s):
             self._arrive(measured)
 
     def _goes_by(self, kind: Kind) -> bool:

@@ -92,11 +92,10 @@ class LinkedDrafts:
             self._best.settle()
             self._leave_alone_or_ask()
 
-    def took(self, kind: Kind, tokens: int, seconds: float, prompt_tokens: int = 0, context: int = 0) -> None:
-        """How long the last step took in all, which says where drafts are best. Other arguments: see BestPlace.stepped."""
+    def took(self, kind: Kind, tokens: int, seconds: float, prompt_tokens: int = 0) -> None:
+        """How long the last step took in all, which says where drafts are best. prompt_tokens: that it read besides."""
         if not self._links or len(self._rests.resting) < len(self._links):
-            heard = self._heard_last or self.place == "shared"
-            self._best.stepped(kind, tokens, seconds, heard, prompt_tokens, context)
+            self._best.stepped(kind, tokens, seconds, self._heard_last or self.place == "shared", prompt_tokens)
             self._leave_alone_or_ask()
 
     def never_at(self, place: Place) -> None:

@@ -73,10 +73,8 @@ class Speed:
 
 
 @dataclass
-class TokenTime:
-    """What a token adds to a step, of a prompt that is read or of the texts that go on: the slope of a line through steps
-    with more and fewer, whose sums fade.
-    """
+class PromptTime:
+    """What a token of a prompt adds to a step: the slope of a line through steps with more and fewer, whose sums fade."""
 
     _steps: float = 0.0
     _tokens: float = 0.0
@@ -94,11 +92,6 @@ class TokenTime:
     def known(self) -> bool:
         """Whether there were steps enough."""
         return self._steps >= _KNOWN
-
-    @property
-    def usual(self) -> float:
-        """Tokens of a step in the mean."""
-        return self._tokens / self._steps if self._steps else 0.0
 
     @property
     def each_s(self) -> float:

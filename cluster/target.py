@@ -342,9 +342,7 @@ class TargetReplica:
             self._patience.stepped(step_s - waited_s, tokens, accepted, verified)
         if self._speculates:
             greedy = all(outcome.sequence.request.params.temperature == 0 for outcome in decoded)
-            prompt_tokens = sum(plan.prefill or 0 for plan in plans)
-            context = sum(len(outcome.sequence.tokens) for outcome in decoded) // len(decoded)
-            self._drafts.took(kind_of(len(decoded), greedy), tokens, step_s, prompt_tokens, context)
+            self._drafts.took(kind_of(len(decoded), greedy), tokens, step_s, sum(plan.prefill or 0 for plan in plans))
 
     def _commit(self, running: Running, plan: Plan, outcome: Outcome) -> None:
         """Moves the roots of what was committed, which the drafts are told with the next messages."""

@@ -161,29 +161,6 @@ def test_steps_that_read_prompts_count_too(least: int, most: int, place: Place) 
     assert found[place] > 0.9 * 10_000
 
 
-def test_where_texts_grow_together_a_place_is_not_slow_for_being_looked_at_later() -> None:
-    """Sixteen sequences that begin together: within 120 tokens each, a step comes to take 0.4 longer."""
-    tokens = {"separate": 32.0, "shared": 36.0, "none": 16.5, "off": 15.2}  # of a step
-    rates: Rates = {"separate": 1725, "shared": 1575, "none": 1455, "off": 1500}
-    drafting = 0.0
-    for seed in range(20):
-        drawn, best, here, since = random.Random(seed), BestPlace(PLACES), None, 0
-        found: Counter[Place] = Counter()
-        for wave in range(6):
-            grown = 0.0
-            while grown < 120:
-                here, since = best.place, since + 1 if best.place == here else 0
-                reading = here in ("separate", "shared") and since < 12
-                brought = 16 if reading else tokens[here] * drawn.uniform(0.85, 1.15)
-                seconds = 16 * 1.15 / rates["none"] if reading else brought / rates[here]
-                seconds *= (1 + 0.4 * grown / 120) * drawn.uniform(0.93, 1.07)
-                best.stepped(MANY, round(brought), seconds, heard=not reading, context=130 + int(grown))
-                grown += brought / 16
-                found[here] += wave > 1
-        drafting += found["separate"] / sum(found.values()) / 20
-    assert drafting > 0.7
-
-
 def test_a_place_that_has_become_slower_than_another_was_is_left_without_a_look() -> None:
     best = BestPlace(("separate", "none"))
     shares(best, 90, MANY, {"separate": 1.1, "none": 1.0})
