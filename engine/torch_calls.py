@@ -27,8 +27,8 @@ _NEEDED: list[str] = []  # names of torch's functions
 _WORD = 8  # bytes
 _NO_SIGN = np.int32(0x7FFFFFFF)  # the other bits of a float32
 MIDDLE = 128  # the level of an input that is 0: kernels take inputs without a sign
-# Of a product at once: rows from caches, rows from memory where pages lie, rows from what was brought near. There is a kernel
-# for each number of rows, made in 0.05 ms when it is needed; one that follows another sets the processor up anew.
+# Rows of a product at once, with weights from caches, from memory where they lie, and that were brought near. There is a
+# kernel for each number of rows, made in 0.05 ms when it is needed; one that follows another sets the processor up anew.
 ROWS, _WIDE_ROWS, _MANY = 32, 64, 128
 _FEW = 80  # rows, up to which pages are used where they lie: reading ahead then goes on beside arithmetic
 # A weight lies in memory as lines, each of some outputs times a unit of inputs: two of bfloat16 or four of 8 bits.
@@ -40,7 +40,7 @@ _UNITS = 32
 _UNIT_BYTES = 4
 PAGE_BYTES = _UNIT_BYTES * WIDE
 _PANEL = 64  # outputs whose weights lie side by side for many rows
-_NEAR = 1 << 18  # bytes of weights that are brought near at a time, or one panel: a part of a core's second cache
+_NEAR = 1 << 18  # bytes of weights that are brought near at a time, but a panel at least: a part of a second cache
 _LINE_BYTES = 64  # of a cache
 _SMALL = 1 << 13  # numbers of an array: finding a line costs as much as it gains
 _long = partial(compiled, long=True)
