@@ -95,7 +95,7 @@ def test_a_layer_in_bfloat16_rounds_its_input_alone(
     whole = layer(x)
     expected = F.linear(x.bfloat16().double(), given.double(), None if bias is None else bias.double())
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
-    for rows in (1, 2, 5, 32, 33, 48, 64, 65, 80, 81, 130, 209):
+    for rows in (1, 2, 5, 32, 33, 48, 64, 65, 80, 81, 130, 192, 193, 209):
         assert torch.equal(layer(x[:rows]), whole[:rows])
     assert torch.equal(layer(x.view(7, 30, -1)).view(210, -1), whole)
     assert torch.equal(layer(x.bfloat16()), whole.bfloat16())
@@ -124,7 +124,7 @@ def test_a_layer_of_bytes_rounds_its_weights_and_inputs_alone(
     x = torch.randn(210, shape[1], generator=generator)
     whole, exact = layer(x), F.linear(x, given.float(), None if bias is None else bias.float())
     assert 0 < (whole - exact).norm() < 0.02 * exact.norm()
-    for rows in (1, 2, 5, 32, 33, 48, 64, 65, 80, 81, 130, 209):
+    for rows in (1, 2, 5, 32, 33, 48, 64, 65, 80, 81, 130, 192, 193, 209):
         assert torch.equal(layer(x[:rows]), whole[:rows])
     assert torch.equal(layer(x.view(7, 30, -1)).view(210, -1), whole)
 
